@@ -1,0 +1,208 @@
+"""Bare kernel launches, timed the way docs/performance.md reports them.
+
+A CUDA graph of 128 launches that rotates over 16 different `wq_b` (201 MB at H = 32, K = 1536, so that L2 is cold), no
+PDL; the figure is microseconds per launch, the median of 15 replays.  Everything that is compared is timed in one run,
+because machines and runs differ by 7-10 %.
+"""
+
+import ctypes
+import statistics
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_dsa_front import _runtime
+
+LAUNCHES, REPLAYS = 128, 15
+
+# The same grid, cluster and shared memory as a kernel for one head per cluster of 4, which only brings the weights in:
+# 8 contiguous copies of 12 KB per CTA.
+FLOOR_SOURCE = r"""
+extern "C" __global__ void __launch_bounds__(288, 2) floor_copy(const unsigned char* source, unsigned* sink) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  __shared__ unsigned long long bar;
+  const unsigned bytes = 12288, copies = 8;
+  const unsigned bar_address = (unsigned)__cvta_generic_to_shared(&bar);
+  const unsigned target = (unsigned)__cvta_generic_to_shared(shared);
+  if (threadIdx.x == 0) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(bar_address) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar_address), "r"(bytes * copies));
+    const unsigned char* mine = source + (unsigned long long)(blockIdx.y * 4 + blockIdx.x) * bytes * copies;
+    for (unsigned i = 0; i < copies; ++i)
+      asm volatile(
+          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+              target + i * bytes),
+          "l"(mine + i * bytes), "r"(bytes), "r"(bar_address)
+          : "memory");
+  }
+  __syncthreads();
+  asm volatile("{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0; @!p bra WAIT; }" ::"r"(
+      bar_address) : "memory");
+  if (sink && threadIdx.x == 999) *sink = shared[0];
+}
+"""
+
+
+class FrontParams(ctypes.Structure):
+    """`FrontParams` of csrc_glue/front_params.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (
+            "projected", "q_norm", "wq_b", "key_norm_weight", "key_norm_bias", "cache", "slots", "key", "head_weights",
+            "layer", "head_start", "query", "query_scale", "weights")),
+        *((name, ctypes.c_int64) for name in ("num_slots", "cache_layer_stride")),
+        *((name, ctypes.c_int32) for name in (
+            "projected_pitch", "key_pitch", "head_weights_pitch", "page_size", "q_norm_layer_stride",
+            "key_norm_weight_layer_stride", "key_norm_bias_layer_stride", "wq_b_layer_rows", "num_layers",
+            "head_start_limit", "batch", "flags")),
+        *((name, ctypes.c_float) for name in ("eps", "key_eps", "weight_scale")),
+    )  # fmt: skip
+
+
+FORMAT_FLAGS = {"fp8": 0, "mxfp8": 8, "mxfp4": 16}
+SLOTS_64 = 1
+
+
+def check(result):
+    status, *values = result
+    if int(status) != 0:
+        raise RuntimeError(f"driver call failed: {status}")
+    return values[0] if len(values) == 1 else values
+
+
+class Graphs:
+    """Captures and times graphs of launches on a stream of its own."""
+
+    def __init__(self):
+        from cuda.bindings import driver
+
+        self.driver = driver
+        jax.block_until_ready(jnp.zeros(1))  # makes JAX's context current on this thread
+        check(driver.cuInit(0))
+        self.context = check(driver.cuDevicePrimaryCtxRetain(check(driver.cuDeviceGet(0))))
+        check(driver.cuCtxSetCurrent(self.context))
+        self.stream = check(driver.cuStreamCreate(1))
+        self.events = [check(driver.cuEventCreate(0)) for _ in range(2)]
+
+    def capture(self, launch, count=LAUNCHES):
+        """A graph of launch(0), launch(1), ..."""
+        d = self.driver
+        check(
+            d.cuStreamBeginCapture(
+                self.stream, d.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+            )
+        )
+        for i in range(count):
+            launch(i)
+        return check(d.cuGraphInstantiate(check(d.cuStreamEndCapture(self.stream)), 0))
+
+    def time(self, graphs, count=LAUNCHES, replays=REPLAYS):
+        """Microseconds per launch of each graph (medians); the replays of all graphs alternate."""
+        d, samples = self.driver, {name: [] for name in graphs}
+        for turn in range(replays + 2):
+            for name, graph in graphs.items():
+                check(d.cuEventRecord(self.events[0], self.stream))
+                check(d.cuGraphLaunch(graph, self.stream))
+                check(d.cuEventRecord(self.events[1], self.stream))
+                check(d.cuStreamSynchronize(self.stream))
+                if turn >= 2:
+                    samples[name].append(check(d.cuEventElapsedTime(*self.events)) * 1e3 / count)
+        return {name: statistics.median(values) for name, values in samples.items()}
+
+    def floor(self, weights):
+        """Launches of the floor kernel over the rotating weights (H = 32, K = 1536)."""
+        from cuda.bindings import nvrtc
+
+        program = check(nvrtc.nvrtcCreateProgram(FLOOR_SOURCE.encode(), b"floor.cu", 0, [], []))
+        check(nvrtc.nvrtcCompileProgram(program, 1, [b"--gpu-architecture=sm_90a"]))
+        image = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
+        check(nvrtc.nvrtcGetCUBIN(program, image))
+        d = self.driver
+        self.module = check(d.cuModuleLoadData(image))
+        function = check(d.cuModuleGetFunction(self.module, b"floor_copy"))
+        attribute = d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        carveout = d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        shared = 8 * 12288
+        check(d.cuFuncSetAttribute(function, attribute, shared))
+        check(d.cuFuncSetAttribute(function, carveout, 100))
+        cluster = d.CUlaunchAttribute()
+        cluster.id = d.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        cluster.value.clusterDim.x, cluster.value.clusterDim.y, cluster.value.clusterDim.z = 4, 1, 1
+        config = d.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = 4, 32, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = 288, 1, 1
+        config.sharedMemBytes, config.hStream = shared, self.stream
+        config.attrs, config.numAttrs = [cluster], 1
+        pointers = [int(w.unsafe_buffer_pointer()) for w in weights]
+
+        def launch(i):
+            values = (pointers[i % len(pointers)], 0)
+            check(
+                d.cuLaunchKernelEx(
+                    config, function, (values, (ctypes.c_void_p, ctypes.c_void_p)), 0
+                )
+            )
+
+        return launch
+
+
+class Front:
+    """Buffers and bare launches of one shape; `outputs()` for checking the bytes."""
+
+    def __init__(
+        self, graphs, weights, batch, cache_format="fp8", heads=32, k=1536, page_size=64, seed=0
+    ):
+        rng = np.random.default_rng(seed)
+        width = k + 128 + heads
+        row = 68 if cache_format == "mxfp4" else 132
+        self.graphs, self.batch, self.heads, self.k = graphs, batch, heads, k
+        self.projected = jnp.asarray(rng.standard_normal((batch, width)), jnp.bfloat16)
+        self.q_norm = jnp.asarray(1 + 0.1 * rng.standard_normal(k), jnp.bfloat16)
+        self.key_norm = jnp.asarray(np.stack([np.ones(128), np.zeros(128)]), jnp.float32)
+        pages = max(8, -(-batch // page_size))
+        self.cache = jnp.zeros((pages, page_size, row), jnp.uint8)
+        self.slots = jnp.asarray(rng.permutation(pages * page_size)[:batch], jnp.int32)
+        self.query = jnp.zeros((batch, heads, 64 if row == 68 else 128), jnp.uint8)
+        self.query_scale = jnp.zeros((batch, heads), jnp.uint32)
+        self.head_weights = jnp.zeros((batch, heads), jnp.bfloat16)
+        self.weights = weights
+        arrays = (self.projected, self.q_norm, self.key_norm, self.cache, self.slots, self.query, self.query_scale,
+                  self.head_weights)  # fmt: skip
+        jax.block_until_ready(arrays)
+        p = int(self.projected.unsafe_buffer_pointer())
+        norm = int(self.key_norm.unsafe_buffer_pointer())
+        self.params = FrontParams(
+            projected=p, q_norm=int(self.q_norm.unsafe_buffer_pointer()), key_norm_weight=norm,
+            key_norm_bias=norm + 512, cache=int(self.cache.unsafe_buffer_pointer()),
+            slots=int(self.slots.unsafe_buffer_pointer()), key=p + 2 * k, head_weights=p + 2 * (k + 128),
+            query=int(self.query.unsafe_buffer_pointer()), query_scale=int(self.query_scale.unsafe_buffer_pointer()),
+            weights=int(self.head_weights.unsafe_buffer_pointer()), num_slots=pages * page_size,
+            projected_pitch=2 * width, key_pitch=2 * width, head_weights_pitch=2 * width, page_size=page_size,
+            batch=batch, flags=FORMAT_FLAGS[cache_format], eps=1e-6, key_eps=1e-6,
+            weight_scale=(heads * 128) ** -0.5,
+        )  # fmt: skip
+        self.message = ctypes.create_string_buffer(1024)
+
+    def launch(self, i):
+        self.params.wq_b = int(self.weights[i % len(self.weights)].unsafe_buffer_pointer())
+        library, stream = _runtime._library, ctypes.c_void_p(int(self.graphs.stream))
+        failed = library.JaxDsaFrontLaunch(
+            0,
+            self.k,
+            ctypes.byref(self.params),
+            self.heads,
+            ctypes.c_int64(self.heads * 128),
+            stream,
+            self.message,
+            1024,
+        )
+        if failed:
+            raise RuntimeError(self.message.value.decode())
+
+
+def rotating_weights(count=16, heads=32, k=1536):
+    keys = jax.random.split(jax.random.key(0), count)
+    make = jax.jit(lambda key: jax.random.normal(key, (heads * 128, k), jnp.bfloat16) * k**-0.5)
+    return [make(key).block_until_ready() for key in keys]

@@ -1,0 +1,50 @@
+// The process-wide table of loaded kernels.  Python (jax_dsa_front/_runtime.py) loads and publishes, handlers look up.
+#ifndef JAX_DSA_FRONT_KERNEL_TABLE_H_
+#define JAX_DSA_FRONT_KERNEL_TABLE_H_
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <string>
+
+namespace jax_dsa_front {
+
+// Mirrored by `_Kernel` in _runtime.py.
+struct Kernel {
+  CUkernel handle;
+  int32_t needs_tensor_map;   // 1: the first parameter is a tensor map of wq_b, and the grid is (cluster, tiles, heads)
+                              // 0: the grid is (cluster, heads, tiles)
+  int32_t tile;               // batch rows per cluster
+  int32_t max_batch;          // not used above it; 0: no limit
+  int32_t threads;
+  int32_t cluster;
+  int32_t shared_bytes;
+  int32_t clusters_per_wave;  // how many clusters the device holds at once
+};
+
+// The kernels of one device and one K, in order of preference; immutable once published, never freed.
+struct KernelSet {
+  int32_t k;
+  int32_t count;
+  const Kernel* kernels;
+  const KernelSet* next;
+};
+
+struct Driver {
+  CUresult (*launch)(const CUlaunchConfig*, CUfunction, void**, void**);  // cuLaunchKernelEx
+  decltype(&cuTensorMapEncodeTiled) encode_tiled;
+  decltype(&cuGetErrorName) error_name;
+};
+
+// Null until published; one atomic load where the first K of the device is asked for.
+const KernelSet* FindKernels(int32_t device, int32_t k);
+
+// Like FindKernels, but asks Python to load them; fills `error` with a sentence where that fails.
+const KernelSet* LoadKernels(int32_t device, int32_t k, std::string* error);
+
+// Valid once any kernel has been published.
+const Driver& LoadedDriver();
+
+}  // namespace jax_dsa_front
+
+#endif  // JAX_DSA_FRONT_KERNEL_TABLE_H_

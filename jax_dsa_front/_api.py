@@ -1,0 +1,122 @@
+"""The public operator: `index_front` and, for a look at its choice, `explain`."""
+
+import inspect
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_dsa_front import _checks, _primitive, _runtime
+from jax_dsa_front._primitive import Explanation
+
+Index = jax.Array | int
+Implementation = Literal["cuda", "jnp"]
+
+
+class IndexFront(NamedTuple):
+    """What `index_front` returns; B rows, H heads.
+
+    query        float8_e4m3fn [B, H, 128], or for mxfp4 uint8 [B, H, 64] (column 2j in the low
+                 nibble of byte j, 2j+1 in the high one)
+    query_scale  None, or for mxfp4 uint32 [B, H]: four UE8M0 exponents, columns 0..31 lowest
+    weights      [B, H] in `weights_dtype`; for fp8 and mxfp8 the query's scale is folded in
+    cache        the updated cache
+    """
+
+    query: jax.Array
+    query_scale: jax.Array | None
+    weights: jax.Array
+    cache: jax.Array
+
+
+def index_front(
+    projected: jax.Array,
+    q_norm: jax.Array,
+    wq_b: jax.Array,
+    key_norm_weight: jax.Array,
+    key_norm_bias: jax.Array,
+    cache: jax.Array,
+    slots: jax.Array,
+    layer: Index | None = None,
+    *,
+    key: jax.Array | None = None,
+    head_weights: jax.Array | None = None,
+    key_offset: int,
+    weight_offset: int,
+    eps: float,
+    key_eps: float,
+    cache_format: str = "fp8",
+    weights_dtype: Any = jnp.bfloat16,
+    num_heads: int | None = None,
+    head_start: Index = 0,
+    weight_scale: float | None = None,
+    implementation: Implementation | None = None,
+) -> IndexFront:
+    """Indexer query, head weights and cached key of DeepSeek Sparse Attention, for one decode step.
+
+        y       = bf16((x * rsqrt(mean(x * x) + eps)) * q_norm)         x = projected[:, :K]
+        q       = bf16(y @ wq_b.T)                                      H heads of 128
+        query   = e4m3fn(q / scale)     scale = pow2_ceil(max(amax(|q|), 1e-10) / 448), per head
+        weights = (w * scale) * weight_scale     w = head_weights[:, weight_offset + head_start + h]
+        key     = bf16(LayerNorm(key[:, key_offset:key_offset + 128]))  quantised into cache[slot]
+
+    Arithmetic is fp32 where no rounding is written. For "mxfp4" query and key have one scale per 32
+    columns, `2**(e-127) = pow2_ceil(max(amax, 6*2**-126) / 6)`, and weights fold none. The formats
+    are those of DeepGEMM's paged MQA-logits kernels; `index_scores` is that scorer in plain JAX.
+
+    Axes: B rows (tokens), P packed columns, K query latent, H heads here, L layers, R bytes per
+    cached token (132; mxfp4 68). Any B >= 0, K a multiple of 128.
+
+    projected        bfloat16 [B, P], the query latent in columns 0..K-1
+    q_norm           bfloat16 [K] or [L, K]: gamma of the RMSNorm
+    wq_b             bfloat16 [H*128, K] or [L, H*128, K]: (out, in), as in checkpoints
+    key_norm_weight  float32 [128] or [L, 128]
+    key_norm_bias    float32 [128] or [L, 128]
+    cache            uint8 [pages, page_size, R] or [L, pages, page_size, R], see `empty_cache`;
+                     donate it (or carry it through a loop) and it is updated in place
+    slots            int32 or int64 [B]: the token slot of each row's key, page = slot // page_size;
+                     a slot that is negative or past the end stores nothing
+    layer            which layer of the stacked operands: an int, or an integer scalar on the device.
+                     Needed as soon as one is stacked. Pass stacks whole, slicing copies them. An
+                     array out of range reads the nearest layer and stores nothing
+    key              bfloat16 [B, >= key_offset + 128], default `projected`
+    head_weights     bfloat16 or float32 [B, >= weight_offset + H], default `projected`
+    key_offset       first column of the key
+    weight_offset    first column of the whole model's head weights
+    eps, key_eps     epsilons of RMSNorm and LayerNorm, added to the mean square and the variance
+    cache_format     "fp8" (one fp32 scale per key), "mxfp8" (one UE8M0 exponent, four times) or
+                     "mxfp4" (one per 32 columns)
+    weights_dtype    bfloat16 or float32
+    num_heads        heads of the whole model if H is one shard of them, default H
+    head_start       first head of this shard, an int or an integer scalar (clamped to range)
+    weight_scale     default `(num_heads * 128) ** -0.5`
+    implementation   None: the CUDA kernel where one is shipped for the device and these shapes and
+                     is the faster one, else plain JAX. "cuda" and "jnp" are commands
+
+    Rows are independent. A head (or 32-column group) that is not finite gets NaN codes and a NaN
+    weight (or the exponent 0xFF), a key that is not finite likewise. Rows that share a slot leave
+    its bytes unspecified, and nothing else.
+
+    Raises TypeError or ValueError for arguments of a wrong type, shape or range, and
+    NotImplementedError under vmap, under differentiation, and for "cuda" where it cannot run.
+    """
+    config, operands = _checks.front_arguments(locals())  # its names are the signature's
+    query, weights, new_cache, *scale = _primitive.index_front_p.bind(*operands, config=config)
+    return IndexFront(query, scale[0] if scale else None, weights, new_cache)
+
+
+def explain(*args: Any, **kwargs: Any) -> Explanation:
+    """Says which implementation `index_front` would run with these arguments, and why.
+
+    Takes the arguments of `index_front`; `jax.ShapeDtypeStruct`s do for arrays. The answer is for
+    CUDA if this process has a CUDA device in JAX, else for its default platform. Nothing is
+    compiled, allocated or launched. `str()` of the result is one readable line.
+
+    Raises what `index_front` would raise, NotImplementedError for an impossible "cuda" included.
+    """
+    bound = inspect.signature(index_front).bind(*args, **kwargs)
+    bound.apply_defaults()
+    config, operands = _checks.front_arguments(bound.arguments, abstract=True)
+    if _runtime.local_cuda_architectures():
+        return _primitive.choose_on_cuda(config, operands)
+    return _primitive.choose_elsewhere(config, jax.default_backend())

@@ -1,0 +1,170 @@
+"""The JAX primitive behind `index_front`: shapes, lowerings, and the transforms that it refuses.
+
+All semi-public JAX (`jax.extend`, `jax.interpreters`, `jax.ffi`) is imported here and nowhere else.
+
+`index_front` is one equation in a jaxpr. On CUDA it becomes one custom call with the cache aliased
+onto its result, or the jnp form; on every other platform the jnp form. The choice is made while
+lowering, because only then the platform is known.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, NoReturn
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
+
+from jax_dsa_front import _runtime, _variants
+from jax_dsa_front._config import ROW_BYTES, FrontConfig
+from jax_dsa_front._reference import reference_front
+
+TARGET = _runtime.TARGET
+PROJECTED, WQ_B, CACHE = 0, 2, 5  # operand positions
+CACHE_RESULT = 2
+
+index_front_p = Primitive("index_front")
+index_front_p.multiple_results = True
+index_front_p.def_impl(functools.partial(xla.apply_primitive, index_front_p))
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Which implementation of `index_front` runs, and why."""
+
+    implementation: Literal["cuda", "jnp"]
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.implementation}: {self.reason}"
+
+
+def choose_on_cuda(config: FrontConfig, operands: Sequence[Any]) -> Explanation:
+    """The implementation that a program lowered for CUDA takes for operands of these shapes.
+
+    The CUDA lowering and `explain` both ask here. The lowering does not know its device, so the
+    kernel is taken if every local CUDA device has one, or if there is no local one (then the
+    program is meant for another machine). `operands` are anything with a shape.
+
+    Raises NotImplementedError if `implementation="cuda"` cannot be had.
+    """
+    if config.implementation == "jnp":
+        return Explanation("jnp", 'implementation="jnp" asks for it')
+    batch, pitch = operands[PROJECTED].shape
+    latent = operands[WQ_B].shape[-1]
+    local = tuple(sorted(set(_runtime.local_cuda_architectures())))
+    obstacle = _obstacle(latent, pitch, local)
+    if obstacle is not None:
+        if config.implementation == "cuda":
+            raise NotImplementedError(f'implementation="cuda" cannot run: {obstacle}')
+        return Explanation("jnp", obstacle)
+    if isinstance(batch, int):  # a symbolic batch takes the kernel
+        if batch == 0:
+            return Explanation("jnp", "there is nothing to compute at B = 0")
+        slow = [arch for arch in local if _variants.jnp_is_faster(arch, batch)]
+        if slow and config.implementation is None:
+            return Explanation("jnp", f"on {', '.join(slow)} it is the faster one at B = {batch}")
+    where = f"on {', '.join(local)}" if local else "on the device that the program is lowered for"
+    return Explanation("cuda", f"a shipped kernel takes K = {latent} and P = {pitch} {where}")
+
+
+def choose_elsewhere(config: FrontConfig, platform: str) -> Explanation:
+    """The same for a platform other than CUDA: there is only the jnp form."""
+    reason = _runtime.missing() or "this program is not compiled for CUDA"
+    if config.implementation == "cuda":
+        raise NotImplementedError(
+            f'implementation="cuda" cannot run on {platform}: {reason}; '
+            "leave implementation out to run anywhere"
+        )
+    if config.implementation == "jnp":
+        return Explanation("jnp", 'implementation="jnp" asks for it')
+    return Explanation("jnp", f"on {platform} it is the only one ({reason})")
+
+
+def _obstacle(latent: int, pitch: int, local: tuple[str, ...]) -> str | None:
+    """Why some local device cannot run the kernel; without one, why no architecture could."""
+    if not local:
+        reasons = [_variants.unsupported(latent, pitch, x) for x in _variants.ARCHITECTURES]
+        return reasons[0] if reasons and all(reasons) else None
+    reasons = [_runtime.missing(), *(_variants.unsupported(latent, pitch, x) for x in local)]
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def export_safety_checks() -> list["jax.export.DisabledSafetyCheck"]:
+    """What `jax.export.export(..., disabled_checks=...)` needs for programs lowered for CUDA.
+
+    JAX exports custom calls only on request. Ours may be: its attributes name no kernel, and its
+    target name carries a version that changes with the meaning of operands or attributes.
+    """
+    import jax.export
+
+    return [jax.export.DisabledSafetyCheck.custom_call(TARGET)]
+
+
+@index_front_p.def_abstract_eval
+def _abstract_eval(*avals: Any, config: FrontConfig) -> list[Any]:
+    return list(_result_avals(config, avals))
+
+
+@functools.lru_cache(maxsize=1024)
+def _result_avals(config: FrontConfig, avals: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Shapes, dtypes and mesh axes of the results: whatever the jnp form has for such operands."""
+    return tuple(jax.make_jaxpr(functools.partial(_jnp_form, config))(*avals).out_avals)
+
+
+_jnp_form = jax.jit(reference_front, static_argnums=0, static_argnames="isolate_layers")
+"""Under jit, so that equal calls of one program are traced once and share one function."""
+
+
+def _lower_jnp_form(ctx: Any, operands: Sequence[Any], config: FrontConfig, cuda: bool) -> Any:
+    form = functools.partial(_jnp_form, config, isolate_layers=not cuda)
+    return mlir.lower_fun(form, multiple_results=True)(ctx, *operands)
+
+
+def _default_lowering(ctx: mlir.LoweringRuleContext, *operands: Any, config: FrontConfig) -> Any:
+    choose_elsewhere(config, "/".join(ctx.platforms or ctx.module_context.platforms))
+    return _lower_jnp_form(ctx, operands, config, cuda=False)
+
+
+def _cuda_lowering(ctx: mlir.LoweringRuleContext, *operands: Any, config: FrontConfig) -> Any:
+    if choose_on_cuda(config, ctx.avals_in).implementation == "jnp":
+        return _lower_jnp_form(ctx, operands, config, cuda=True)
+    traced = config.has_layer_operand + 2 * config.has_head_start_operand
+    rule = jax.ffi.ffi_lowering(TARGET, operand_output_aliases={CACHE: CACHE_RESULT})
+    return rule(
+        ctx,
+        *operands,
+        key_offset=np.int32(config.key_offset),
+        weight_offset=np.int32(config.weight_offset),
+        eps=np.float32(config.eps),
+        key_eps=np.float32(config.key_eps),
+        cache_format=np.int32(list(ROW_BYTES).index(config.cache_format)),
+        weight_scale=np.float32(config.weight_scale),
+        num_heads=np.int32(config.num_heads),
+        head_start=np.int32(config.head_start or 0),
+        layer=np.int32(config.layer or 0),
+        traced=np.int32(traced),
+    )
+
+
+def _not_differentiable(*_: Any, **__: Any) -> NoReturn:
+    raise NotImplementedError(
+        "index_front cannot be differentiated: it is for inference; apply jax.lax.stop_gradient "
+        "to its inputs if it is part of a differentiated function"
+    )
+
+
+def _not_batchable(*_: Any, **__: Any) -> NoReturn:
+    raise NotImplementedError(
+        "index_front cannot be mapped with vmap: fold the mapped axis into the batch of one call "
+        "(projected, slots, and key and head_weights if given), which is also the fast form"
+    )
+
+
+mlir.register_lowering(index_front_p, _default_lowering)
+mlir.register_lowering(index_front_p, _cuda_lowering, platform="cuda")
+ad.primitive_jvps[index_front_p] = _not_differentiable
+ad.primitive_transposes[index_front_p] = _not_differentiable
+batching.primitive_batchers[index_front_p] = _not_batchable

@@ -1,0 +1,279 @@
+"""The handler library and the cubins at run time: cuda-python loads, C++ launches.
+
+Importing this module opens the small handler library and nothing else: no driver, no CUDA package, no backend.  XLA's
+INITIALIZE stage asks `_load` for the kernels of a device and a K the first time that they are needed there, also in a
+process that only runs programs lowered elsewhere.
+"""
+
+import atexit
+import ctypes
+import functools
+import hashlib
+import threading
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from jax_dsa_front import _variants
+
+LIBRARY = Path(__file__).parent / "libjax_dsa_front.so"
+TARGET = "jax_dsa_front.index_front.v1"
+MINIMUM_DRIVER = 12040  # cuKernelGetFunction and clusters work from 12.0 on; the cubins are written for CUDA 12 drivers
+
+
+class _Kernel(ctypes.Structure):
+    """`Kernel` of csrc_glue/kernel_table.h."""
+
+    _fields_ = (
+        ("handle", ctypes.c_void_p),
+        ("needs_tensor_map", ctypes.c_int32),
+        ("tile", ctypes.c_int32),
+        ("max_batch", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("cluster", ctypes.c_int32),
+        ("shared_bytes", ctypes.c_int32),
+        ("clusters_per_wave", ctypes.c_int32),
+    )
+
+
+class KernelUnavailable(RuntimeError):
+    """One sentence why a kernel cannot be loaded on this machine."""
+
+
+_registration_error: str | None = "jax_dsa_front was not imported as a package"
+_library: ctypes.CDLL | None = None
+_load_lock = threading.Lock()
+_libraries: dict[
+    str, Any
+] = {}  # name of a variant -> CUlibrary, loaded once per process and never unloaded
+
+
+# Registration --------------------------------------------------------------------------------------------------------
+
+
+def register() -> None:
+    """Opens the handler library and registers it with JAX for CUDA; remembers why not where it cannot."""
+    global _library, _registration_error
+    if not LIBRARY.exists():
+        _registration_error = (
+            "the package was not built (its handler library is missing); pip install it"
+        )
+        return
+    library = ctypes.CDLL(str(LIBRARY))
+    built, accepted = library.JaxDsaFrontFfiMinor(), _accepted_ffi_minor()
+    if accepted is not None and built > accepted:
+        # XLA would refuse it silently on CUDA: "No FFI handler registered" at the first compilation
+        _registration_error = (
+            f"the handler speaks XLA FFI 0.{built}, the installed jaxlib only 0.{accepted}; "
+            "install a newer jaxlib, or build jax_dsa_front against this one"
+        )
+        return
+    library.JaxDsaFrontSetLoader.argtypes = [ctypes.c_void_p]
+    library.JaxDsaFrontPublish.argtypes = [
+        *(ctypes.c_int32, ctypes.c_int32, ctypes.POINTER(_Kernel), ctypes.c_int32),
+        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
+    ]
+    stages = {
+        "initialize": jax.ffi.pycapsule(library.JaxDsaFrontInitialize),
+        "execute": jax.ffi.pycapsule(library.JaxDsaFrontExecute),
+    }
+    jax.ffi.register_ffi_target(TARGET, stages, platform="CUDA")
+    library.JaxDsaFrontSetLoader(ctypes.cast(_load, ctypes.c_void_p))
+    atexit.register(library.JaxDsaFrontClose)
+    _library, _registration_error = library, None
+
+
+def _accepted_ffi_minor() -> int | None:
+    """The newest FFI minor version that the installed jaxlib takes; None if its headers are not there."""
+    header = Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h"
+    try:
+        lines = header.read_text().splitlines()
+    except OSError:
+        return None
+    return next(
+        (int(line.split()[2]) for line in lines if line.startswith("#define XLA_FFI_API_MINOR ")),
+        None,
+    )
+
+
+# What is there -------------------------------------------------------------------------------------------------------
+
+
+def missing() -> str | None:
+    """One sentence naming what this process lacks to run the kernel; None if nothing."""
+    if _registration_error is not None:
+        return _registration_error
+    if not _variants.MANIFEST.exists():
+        return "the package was not built (its cubins are missing); pip install it"
+    try:
+        driver = _driver()
+        version = _check(driver, driver.cuDriverGetVersion())
+    except KernelUnavailable as error:
+        return str(error)
+    if version < MINIMUM_DRIVER:
+        wanted = f"{MINIMUM_DRIVER // 1000}.{MINIMUM_DRIVER % 1000 // 10}"
+        return f"the NVIDIA driver is too old: it supports CUDA {version // 1000}.{version % 1000 // 10}, needed is {wanted}"
+    if not local_cuda_architectures():
+        return "JAX sees no CUDA device in this process"
+    return None
+
+
+@functools.cache
+def local_cuda_architectures() -> tuple[str, ...]:
+    """The target of each local CUDA device of JAX, e.g. ("sm_90a",); empty where JAX has no CUDA backend."""
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return ()
+    capabilities = [
+        tuple(map(int, str(device.compute_capability).split("."))) for device in devices
+    ]
+    return tuple(_variants.architecture((major, minor)) for major, minor in capabilities)
+
+
+def _driver() -> ModuleType:
+    """cuda-python's driver bindings, initialised."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise KernelUnavailable(
+            'cuda-python is missing: pip install "jax_dsa_front[cuda13]" (or [cuda12])'
+        ) from error
+    try:
+        _check(driver, driver.cuInit(0))
+    except (RuntimeError, OSError) as error:
+        raise KernelUnavailable(f"the NVIDIA driver (libcuda) cannot be used: {error}") from error
+    return driver
+
+
+def _check(driver: ModuleType, result: tuple[Any, ...]) -> Any:
+    """The value of a driver call, or its error as an exception."""
+    status, *values = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise KernelUnavailable(f"the driver answered {status.name}")
+    return values[0] if len(values) == 1 else values or None
+
+
+# Loading -------------------------------------------------------------------------------------------------------------
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32)
+def _load(device: int, k: int, message: int, message_bytes: int) -> int:
+    """Called by the handler: publishes the kernels of (device, k); 1 with a sentence in `message` on failure."""
+    try:
+        with _load_lock:
+            _publish(device, k)
+    except BaseException as error:  # nothing may pass through the C++ frames above
+        if isinstance(error, KernelUnavailable):
+            text = str(error)
+        else:
+            text = "".join(traceback.format_exception_only(error)).strip()
+        encoded = f"jax_dsa_front could not load its kernels: {text}".encode()[: message_bytes - 1]
+        ctypes.memmove(message, encoded + b"\0", len(encoded) + 1)
+        return 1
+    return 0
+
+
+def _publish(device: int, k: int) -> None:
+    driver = _driver()
+    attribute = driver.CUdevice_attribute
+    handle = _check(driver, driver.cuDeviceGet(device))
+    major, minor = (
+        _check(driver, driver.cuDeviceGetAttribute(which, handle))
+        for which in (
+            attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+            attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+        )
+    )
+    arch = _variants.architecture((major, minor))
+    reason = _variants.unsupported(k, 0, arch)
+    if reason is not None:
+        raise KernelUnavailable(
+            f'CUDA device {device} cannot run this program: {reason}; lower it with implementation="jnp"'
+        )
+    entries = [
+        entry
+        for entry in _variants.manifest()["kernels"]
+        if (entry["arch"], entry["k"]) == (arch, k)
+    ]
+    context = _check(
+        driver, driver.cuDevicePrimaryCtxRetain(handle)
+    )  # XLA's own; kept for the process's life
+    _check(driver, driver.cuCtxPushCurrent(context))
+    try:
+        kernels = (_Kernel * len(entries))(*(_kernel(driver, entry, handle) for entry in entries))
+    finally:
+        _check(driver, driver.cuCtxPopCurrent())
+    assert _library is not None
+    names = ("cuLaunchKernelEx", "cuTensorMapEncodeTiled", "cuGetErrorName")
+    entry_points = [_entry_point(driver, name) for name in names]
+    _library.JaxDsaFrontPublish(device, k, kernels, len(entries), *entry_points)
+
+
+def _kernel(driver: ModuleType, entry: dict[str, Any], device: Any) -> _Kernel:
+    """Loads one cubin (once per process) and makes its kernel ready on `device`, whose context is current."""
+    name = entry["name"]
+    if name not in _libraries:
+        cubin = _read_cubin(entry)
+        _libraries[name] = _check(
+            driver, driver.cuLibraryLoadData(cubin, None, None, 0, None, None, 0)
+        )
+    kernel = _check(driver, driver.cuLibraryGetKernel(_libraries[name], entry["symbol"].encode()))
+    attribute = driver.CUfunction_attribute
+    for which, value in (
+        (attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, entry["shared_bytes"]),
+        # All of the SM's memory that can be shared, so that two CTAs of split_n fit
+        (attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
+    ):
+        _check(driver, driver.cuKernelSetAttribute(which, value, kernel, device))
+    function = _check(
+        driver, driver.cuKernelGetFunction(kernel)
+    )  # loads the code now, never during a launch
+    return _Kernel(
+        handle=int(kernel),
+        needs_tensor_map=entry["schedule"] == "split_k",
+        tile=entry["tile"],
+        max_batch=entry["max_batch"] or 0,
+        threads=entry["threads"],
+        cluster=entry["cluster"],
+        shared_bytes=entry["shared_bytes"],
+        clusters_per_wave=_clusters_per_wave(driver, function, entry),
+    )
+
+
+def _read_cubin(entry: dict[str, Any]) -> bytes:
+    path = _variants.CUBINS / f"{entry['name']}.cubin"
+    try:
+        cubin = path.read_bytes()
+    except OSError as error:
+        raise KernelUnavailable(
+            f"{path.name} cannot be read ({error.strerror}); reinstall jax_dsa_front"
+        ) from error
+    if hashlib.sha256(cubin).hexdigest() != entry["sha256"]:
+        raise KernelUnavailable(
+            f"{path.name} is not the file that the manifest describes; reinstall jax_dsa_front"
+        )
+    return cubin
+
+
+def _clusters_per_wave(driver: ModuleType, function: Any, entry: dict[str, Any]) -> int:
+    """How many clusters of this kernel the current device holds at once."""
+    cluster = driver.CUlaunchAttribute()
+    cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    cluster.value.clusterDim.x = entry["cluster"]
+    cluster.value.clusterDim.y = 1
+    cluster.value.clusterDim.z = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = entry["cluster"], 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = entry["threads"], 1, 1
+    config.sharedMemBytes = entry["shared_bytes"]
+    config.attrs, config.numAttrs = [cluster], 1
+    return _check(driver, driver.cuOccupancyMaxActiveClusters(function, config))
+
+
+def _entry_point(driver: ModuleType, name: str) -> int:
+    address = _check(driver, driver.cuGetProcAddress(name.encode(), 12000, 0))
+    return int(address[0] if isinstance(address, list | tuple) else address)

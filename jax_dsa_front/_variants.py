@@ -1,0 +1,92 @@
+"""Which kernels are shipped: the frozen list that drives the build, the file names, the look-up and the tests.
+
+Nothing here imports JAX, CUDA or the DSL.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+CUBINS = Path(__file__).parent / "cubins"
+MANIFEST = CUBINS / "manifest.json"
+
+ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
+LATENT_WIDTHS = (1280, 1536, 2048)  # K: query ranks of public DSA models
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One cubin.
+
+    `schedule` names the module in `kernels/`; `tile` is the number of batch rows per CTA; `max_batch` is where the
+    next variant of the same architecture and K takes over (None: nowhere).
+    """
+
+    arch: str
+    k: int
+    schedule: str  # "split_n" or "split_k"
+    tile: int
+    max_batch: int | None = None
+
+    @property
+    def name(self) -> str:
+        """File name of the cubin without its ending, and the kernel's symbol."""
+        return f"index_front_{self.arch}_k{self.k}_{self.schedule}_b{self.tile}"
+
+
+def _shipped() -> tuple[Variant, ...]:
+    variants = []
+    for arch in ARCHITECTURES:
+        for k in LATENT_WIDTHS:
+            if arch == "sm_90a":
+                if (
+                    k <= 1536
+                ):  # 2048 leaves room for one CTA per SM: 32 clusters of 4 then take two waves
+                    variants.append(Variant(arch, k, "split_n", 8, max_batch=8))
+                variants.append(Variant(arch, k, "split_k", 32))
+                variants.append(Variant(arch, k, "split_k", 64))
+            else:  # wgmma is Hopper's alone
+                variants.append(Variant(arch, k, "split_n", 8))
+    return tuple(variants)
+
+
+# In order of preference for a given architecture and K: the first whose grid runs in one wave is taken, else the last.
+VARIANTS = _shipped()
+
+# implementation=None takes the jnp form from this batch on; docs/performance.md has the measurements.  Architectures
+# that nobody has measured keep the kernel for one tile only.
+KERNEL_MAX_BATCH = {"sm_90a": 128, "sm_100a": 8, "sm_103a": 8}
+
+
+def architecture(compute_capability: tuple[int, int]) -> str:
+    """The target whose cubins run on this compute capability, and on no other: "sm_90a" for (9, 0)."""
+    major, minor = compute_capability
+    return f"sm_{major}{minor}a"
+
+
+def unsupported(k: int, pitch: int, arch: str) -> str | None:
+    """One sentence why no shipped kernel takes these; None if one does.
+
+    `k`: width of the query latent; `pitch`: width of `projected` (elements).
+    """
+    if arch not in ARCHITECTURES:
+        return f"no kernel is shipped for {arch}, only for {', '.join(ARCHITECTURES)}"
+    if k not in LATENT_WIDTHS:
+        return (
+            f"no kernel is shipped for K = {k}, only for K = {', '.join(map(str, LATENT_WIDTHS))}"
+        )
+    if pitch % 8:
+        return f"the kernel needs rows of projected that start at multiples of 16 bytes: width a multiple of 8, got {pitch}"
+    return None
+
+
+def jnp_is_faster(arch: str, batch: int) -> bool:
+    """Whether XLA's own kernels beat ours at this batch (`implementation=None` asks)."""
+    return batch > KERNEL_MAX_BATCH[arch]
+
+
+@lru_cache(maxsize=1)
+def manifest() -> dict:
+    """The build's record of every cubin; raises FileNotFoundError in a tree that was not built."""
+    return json.loads(MANIFEST.read_text())

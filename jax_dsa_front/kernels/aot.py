@@ -1,0 +1,78 @@
+"""Compiles every shipped variant to a cubin: `python -m jax_dsa_front.kernels.aot OUTPUT`.
+
+Needs nvidia-cutlass-dsl, no GPU and no CUDA toolkit.  The same source gives the same bytes.
+"""
+
+import argparse
+import hashlib
+import json
+import tempfile
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+
+from .._variants import VARIANTS, Variant
+
+
+def build_kernel(variant: Variant):
+    """The kernel object of a variant."""
+    from .split_k import SplitK
+    from .split_n import SplitN
+
+    return SplitN(variant.k) if variant.schedule == "split_n" else SplitK(variant.k, variant.tile)
+
+
+def compile_variant(variant: Variant, output: Path) -> dict:
+    """Writes `output/<name>.cubin` and returns its manifest entry."""
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_stream
+
+    from .common import FrontArguments
+
+    kernel = build_kernel(variant)
+    type(kernel).kernel.set_name_prefix(
+        variant.name, remove_cutlass_symbol=True, keep_mangled_name=False
+    )
+    arguments = FrontArguments(*(kind(0) for kind in FrontArguments.__annotations__.values()))
+    with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = cute.compile(
+            kernel,
+            arguments,
+            make_fake_stream(),
+            options=f"--gpu-arch {variant.arch} --keep-cubin --dump-dir {scratch}",
+        )
+        cubin = compiled.__cubin__
+    (symbol,) = compiled.kernel_info
+    (output / f"{variant.name}.cubin").write_bytes(cubin)
+    return {
+        "name": variant.name,
+        "arch": variant.arch,
+        "k": variant.k,
+        "schedule": variant.schedule,
+        "tile": variant.tile,
+        "max_batch": variant.max_batch,
+        "symbol": symbol,
+        "threads": kernel.threads,
+        "cluster": kernel.cluster,
+        "shared_bytes": kernel.shared.nbytes(),
+        "sha256": hashlib.sha256(cubin).hexdigest(),
+    }
+
+
+def build(output: Path) -> None:
+    """Fills `output` with every cubin and the manifest that _runtime.py reads."""
+    output.mkdir(parents=True, exist_ok=True)
+    entries = [compile_variant(variant, output) for variant in VARIANTS]
+    manifest = {"cutlass_dsl": version("nvidia-cutlass-dsl"), "kernels": entries}
+    (output / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=Path, help="folder for the cubins and the manifest")
+    build(parser.parse_args().output)
+
+
+if __name__ == "__main__":
+    main()

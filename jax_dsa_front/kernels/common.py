@@ -1,0 +1,257 @@
+"""What both kernels share: their parameter list, layers and head weights, quantisation, key insertion.
+
+DESIGN of the numbers: docs/design.md.  All arithmetic is fp32; amplitudes are compared as integers (for non-negative
+floats the same order, with infinities and NaN on top), so that one comparison also finds the non-finite ones.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from . import ptx
+
+HEAD_DIM = 128
+
+# Bits of FrontArguments.flags (csrc_glue/front_params.h has the same)
+FLAG_SLOTS_64 = 1
+FLAG_HEAD_WEIGHTS_F32 = 2
+FLAG_WEIGHTS_F32 = 4
+FLAG_MXFP8 = 8
+FLAG_MXFP4 = 16
+
+FP8_QUERY_FLOOR = 0x2EDBE6FF  # 1e-10
+FP8_KEY_FLOOR = 0x38D1B717  # 1e-4
+FP4_FLOOR = 0x01C00000  # 6 * 2**-126
+INFINITY = 0x7F800000
+NAN = 0x7FC00000
+MAGNITUDE = 0x7FFFFFFF
+
+
+class FrontArguments(NamedTuple):
+    """The kernels' parameters in the order of csrc_glue/front_params.h.
+
+    Int64 members are device addresses unless said otherwise; pitches and strides are in bytes.  `key`, `head_weights`
+    and the stacked operands come with the host's offsets (columns, a layer that the host knows) already added.
+    """
+
+    projected: Int64  # bf16 [batch, >= K], 16-byte aligned rows
+    q_norm: Int64  # bf16 [K]
+    wq_b: Int64  # bf16 [heads * 128, K]
+    key_norm_weight: Int64  # f32 [128]
+    key_norm_bias: Int64  # f32 [128]
+    cache: Int64  # u8 [pages, page_size * 132 or 68]
+    slots: Int64  # i32 or i64 [batch]
+    key: Int64  # bf16 [batch, 128]
+    head_weights: Int64  # bf16 or f32 [batch, heads]
+    layer: Int64  # i32 scalar, or 0: no layer operand
+    head_start: Int64  # i32 scalar, or 0: no head_start operand
+    query: Int64  # e4m3fn [batch, heads, 128], or packed e2m1 [batch, heads, 64]
+    query_scale: Int64  # u32 [batch, heads] (mxfp4)
+    weights: Int64  # bf16 or f32 [batch, heads]
+    num_slots: Int64  # pages * page_size
+    cache_layer_stride: Int64  # the strides are 0 for operands that are not stacked
+    projected_pitch: Int32
+    key_pitch: Int32
+    head_weights_pitch: Int32
+    page_size: Int32
+    q_norm_layer_stride: Int32
+    key_norm_weight_layer_stride: Int32
+    key_norm_bias_layer_stride: Int32
+    wq_b_layer_rows: Int32  # rows of wq_b from one layer to the next
+    num_layers: Int32
+    head_start_limit: Int32  # num_heads of the model - heads of this call
+    batch: Int32
+    flags: Int32
+    eps: Float32
+    key_eps: Float32
+    weight_scale: Float32
+
+
+class SharedMemory(NamedTuple):
+    """Named regions of a CTA's dynamic shared memory as (bytes, alignment), in address order."""
+
+    regions: dict[str, tuple[int, int]]
+
+    def nbytes(self):
+        end = 0
+        for size, alignment in self.regions.values():
+            end = -(-end // alignment) * alignment + size
+        return end
+
+    def allocate(self):
+        """Pointers by name; called once, in the kernel."""
+        allocator = cutlass.memory.SmemAllocator()
+        return {name: allocator.allocate(*region) for name, region in self.regions.items()}
+
+
+def shared_address(pointer):
+    return Int32(pointer.toint())
+
+
+@cute.jit
+def chosen_layer(arguments):
+    """(layer clamped to the stack, 1 if it lies in the stack); (0, 1) without a layer operand."""
+    layer, inside = Int32(0), Int32(1)
+    if arguments.layer != 0:
+        wanted = ptx.load_global_i32(arguments.layer)
+        layer = cutlass.max(Int32(0), cutlass.min(wanted, arguments.num_layers - 1))
+        if wanted != layer:
+            inside = Int32(0)
+    return layer, inside
+
+
+@cute.jit
+def first_head(arguments):
+    """Column of this call's head 0 among the head weights, relative to `arguments.head_weights`."""
+    start = Int32(0)
+    if arguments.head_start != 0:
+        wanted = ptx.load_global_i32(arguments.head_start)
+        start = cutlass.max(Int32(0), cutlass.min(wanted, arguments.head_start_limit))
+    return start
+
+
+def load_head_weight(arguments, row, column):
+    """The raw bytes of a head weight as (4-byte word, 2-byte word), one of them zero; `store_weight` joins them.
+
+    Joining or widening here would make the warp wait here, behind the weight stream: 4 k clocks at B = 64.
+    """
+    is_f32 = arguments.flags & FLAG_HEAD_WEIGHTS_F32
+    width = 2 + is_f32  # 2 or 4 bytes, as the flag's value is 2
+    address = arguments.head_weights + Int64(row) * arguments.head_weights_pitch + column * width
+    code = "{ .reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; "
+    code += "@p ld.global.b32 $0, [$2]; @!p ld.global.u16 $1, [$2]; }"
+    return ptx.asm(code, (address, is_f32), (Uint32, Uint32), early=True)
+
+
+@cute.jit
+def store_weight(arguments, index, raw, scale):
+    """weights[index] = (head weight * scale) * weight_scale, with index = row * heads + head."""
+    head_weight = ptx.float_of(raw[0] | (raw[1] << 16))
+    value = ptx.multiply(ptx.multiply(head_weight, scale), arguments.weight_scale)
+    if (arguments.flags & FLAG_WEIGHTS_F32) != 0:
+        ptx.store_global_f32(arguments.weights + index * 4, value)
+    else:
+        ptx.store_global_u16(arguments.weights + index * 2, ptx.bf16_bits(value))
+
+
+def magnitude(value):
+    return ptx.bits(value) & Uint32(MAGNITUDE)
+
+
+def largest(values):
+    """The largest magnitude, as bits."""
+    top = magnitude(values[0])
+    for value in values[1:]:
+        top = ptx.max_u32(top, magnitude(value))
+    return top
+
+
+@cute.jit
+def fp8_scale(amax):
+    """(bits of pow2_ceil(amax / 448), its reciprocal); both NaN where amax (bits) is not finite.
+
+    448 = 1.75 * 2**8, so the division is a subtraction of exponents and the ceiling an addition to the mantissa:
+    equal to the fp32 division for every bf16 amax.
+    """
+    scale = ((amax + Uint32(0x1FFFFF)) & Uint32(INFINITY)) - Uint32(8 << 23)
+    inverse = Uint32(254 << 23) - scale
+    if amax >= Uint32(INFINITY):
+        scale = Uint32(NAN)
+        inverse = Uint32(NAN)
+    return scale, ptx.float_of(inverse)
+
+
+@cute.jit
+def fp4_scale(amax):
+    """(exponent byte of pow2_ceil(amax / 6), reciprocal of the scale); byte 0xff where amax (bits) is not finite."""
+    # 6 = 1.5 * 2**2
+    exponent = ((ptx.max_u32(amax, Uint32(FP4_FLOOR)) + Uint32(0x3FFFFF)) >> 23) - Uint32(2)
+    inverse = (Uint32(254) - exponent) << 23
+    if amax >= Uint32(INFINITY):
+        exponent = Uint32(0xFF)
+    return exponent, ptx.float_of(inverse)
+
+
+def fp4_code(value, inverse):
+    """e2m1 of value * inverse (at most 6 in magnitude), nearest even, the sign kept on zero.
+
+    Scaled by 2**-126, e2m1 values become fp32 numbers whose exponent and top mantissa bit are the code; subnormal ones
+    included.  Rounding to that bit is an addition.
+    """
+    scaled = ptx.multiply(ptx.multiply(value, inverse), Float32(2.0**-126))
+    word = magnitude(scaled)
+    code = (word + Uint32(0x1FFFFF) + ((word >> 22) & Uint32(1))) >> 22
+    return code | ((ptx.bits(value) >> 28) & Uint32(8))
+
+
+def fp8_word(values, inverse):
+    """Four e4m3fn codes, the first in the low byte."""
+    scaled = [ptx.multiply(value, inverse) for value in values]
+    return ptx.e4m3_pair(scaled[0], scaled[1]) | (ptx.e4m3_pair(scaled[2], scaled[3]) << 16)
+
+
+def fp4_word(values, inverse):
+    """Four e2m1 codes in 16 bits, the first in the low nibble."""
+    codes = [fp4_code(value, inverse) for value in values]
+    return codes[0] | (codes[1] << 4) | (codes[2] << 8) | (codes[3] << 12)
+
+
+def group_max(amax):
+    """The largest of the 8 lanes that hold one 32-column group, 4 columns each."""
+    for distance in (1, 2, 4):
+        amax = ptx.max_u32(amax, ptx.lane_exchange(amax, distance))
+    return amax
+
+
+@cute.jit
+def insert_key(arguments, row, layer, inside, lane):
+    """Normalises, quantises and stores the key of one row; one warp, 4 columns a lane."""
+    slot = Int64(0)
+    if (arguments.flags & FLAG_SLOTS_64) != 0:
+        slot = ptx.load_global_i64(arguments.slots + Int64(row) * 8)
+    else:
+        slot = Int64(ptx.load_global_i32(arguments.slots + Int64(row) * 4))
+    if (inside != 0) & (slot >= 0) & (slot < arguments.num_slots):
+        key = arguments.key + Int64(row) * arguments.key_pitch + lane * 8
+        gain = arguments.key_norm_weight + Int64(layer) * arguments.key_norm_weight_layer_stride
+        shift = arguments.key_norm_bias + Int64(layer) * arguments.key_norm_bias_layer_stride
+        raw = [ptx.load_global_16bit(key + 2 * i) for i in range(4)]  # any column: 2-byte aligned
+        gain = ptx.load_global_f32x4(gain + lane * 16)
+        shift = ptx.load_global_f32x4(shift + lane * 16)
+        values = [ptx.widen_bf16(half) for half in raw]
+        total = ((values[0] + values[1]) + values[2]) + values[3]
+        for distance in (16, 8, 4, 2, 1):
+            total = ptx.lane_add(total, distance)
+        centred = [value - total * Float32(1 / HEAD_DIM) for value in values]
+        total = (
+            (centred[0] * centred[0] + centred[1] * centred[1]) + centred[2] * centred[2]
+        ) + centred[3] * centred[3]
+        for distance in (16, 8, 4, 2, 1):
+            total = ptx.lane_add(total, distance)
+        rr = ptx.reciprocal_sqrt(total * Float32(1 / HEAD_DIM) + arguments.key_eps)
+        values = [
+            ptx.round_bf16(ptx.multiply(centred[i], rr) * gain[i] + shift[i]) for i in range(4)
+        ]
+        amax = largest(values)
+
+        page = slot // Int64(arguments.page_size)
+        token = Int32(slot - page * Int64(arguments.page_size))
+        base = arguments.cache + Int64(layer) * arguments.cache_layer_stride
+        if (arguments.flags & FLAG_MXFP4) != 0:
+            exponent, inverse = fp4_scale(group_max(amax))
+            base = base + page * (Int64(arguments.page_size) * 68)
+            ptx.store_global_u16(base + Int64(token) * 64 + lane * 2, fp4_word(values, inverse))
+            if lane % 8 == 0:
+                scales = base + Int64(arguments.page_size) * 64
+                ptx.store_global_u8(scales + Int64(token) * 4 + lane // 8, exponent)
+        else:
+            scale, inverse = fp8_scale(ptx.max_u32(ptx.warp_max_u32(amax), Uint32(FP8_KEY_FLOOR)))
+            base = base + page * (Int64(arguments.page_size) * 132)
+            ptx.store_global_u32(base + Int64(token) * 128 + lane * 4, fp8_word(values, inverse))
+            if lane == 0:
+                if (arguments.flags & FLAG_MXFP8) != 0:
+                    scale = (scale >> 23) * Uint32(0x01010101)
+                scales = base + Int64(arguments.page_size) * 128
+                ptx.store_global_u32(scales + Int64(token) * 4, scale)

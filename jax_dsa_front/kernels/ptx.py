@@ -1,0 +1,348 @@
+"""PTX instructions that the kernels use and CuTe DSL does not offer in the exact form they need.
+
+Every function is one instruction or a short fixed sequence.  Addresses are integers: 32 bits for shared memory (of this
+CTA, or of the cluster where `cluster` is in the name), 64 bits for global memory.  Functions without side effects are
+marked `pure`, so that the compiler may move or drop them; the others keep their order among each other.
+"""
+
+from cutlass import Float32, Int16, Int32, Int64, Uint32
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op
+
+_CONSTRAINT = {Float32: "f", Uint32: "r", Int32: "r", Int64: "l", Int16: "h"}
+
+
+@dsl_user_op
+def asm(code, operands=(), results=(), *, pure=False, tied=0, early=False, loc=None, ip=None):
+    """Inlines `code`; `$0..` are the results, then the operands, of which the first `tied` share a result's register.
+
+    `early` marks results that are written before every operand has been read.
+    """
+    constraints = [("=&" if early else "=") + _CONSTRAINT[t] for t in results]
+    constraints += [str(i) if i < tied else _CONSTRAINT[type(o)] for i, o in enumerate(operands)]
+    if not pure:
+        constraints.append("~{memory}")
+    types = [t.mlir_type for t in results]
+    result_type = None
+    if types:
+        result_type = types[0] if len(types) == 1 else llvm.StructType.get_literal(types)
+    value = llvm.inline_asm(
+        result_type,
+        [o.ir_value(loc=loc, ip=ip) for o in operands],
+        code,
+        ",".join(constraints),
+        has_side_effects=not pure,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+    if len(types) <= 1:
+        return results[0](value) if types else None
+    return [
+        t(llvm.extractvalue(m, value, [i], loc=loc, ip=ip))
+        for i, (t, m) in enumerate(zip(results, types, strict=True))
+    ]
+
+
+# Barriers ------------------------------------------------------------------------------------------------------------
+
+
+def mbarrier_init(bar, arrivals):
+    asm("mbarrier.init.shared::cta.b64 [$0], $1;", (Int32(bar), Int32(arrivals)))
+
+
+def mbarrier_init_fence():
+    asm("fence.mbarrier_init.release.cluster;")
+
+
+def mbarrier_arrive(bar):
+    asm("mbarrier.arrive.shared::cta.b64 _, [$0];", (Int32(bar),))
+
+
+def mbarrier_expect(bar, nbytes):
+    asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", (Int32(bar), Int32(nbytes)))
+
+
+def mbarrier_wait(bar, parity, scope="cta"):
+    """Waits for the phase; `scope` is "cluster" where a peer's stores complete it."""
+    asm(
+        "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.acquire."
+        + scope
+        + ".shared::cta.b64 p, [$0], $1; @!p bra WAIT; }",
+        (Int32(bar), Int32(parity)),
+    )
+
+
+def named_barrier_sync(name, threads):
+    asm(f"bar.sync {name}, {threads};")
+
+
+def named_barrier_arrive(name, threads):
+    asm(f"bar.arrive {name}, {threads};")
+
+
+def warp_sync():
+    asm("bar.warp.sync 0xffffffff;")
+
+
+def cluster_arrive_relaxed():
+    asm("barrier.cluster.arrive.relaxed.aligned;")
+
+
+def cluster_arrive_release():
+    asm("barrier.cluster.arrive.release.aligned;")
+
+
+def cluster_wait():
+    asm("barrier.cluster.wait.acquire.aligned;")
+
+
+def fence_async_shared():
+    """Makes this thread's shared-memory stores visible to wgmma and the copy engine."""
+    asm("fence.proxy.async.shared::cta;")
+
+
+def grid_wait():
+    """Programmatic dependent launch: every kernel before this one has finished and its writes are visible."""
+    asm("griddepcontrol.wait;")
+
+
+def grid_launch_dependents():
+    asm("griddepcontrol.launch_dependents;")
+
+
+# Copies and memory ---------------------------------------------------------------------------------------------------
+
+
+def bulk_copy(shared, source, nbytes, bar):
+    asm(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+        (Int32(shared), Int64(source), Int32(nbytes), Int32(bar)),
+    )
+
+
+def peer_address(shared, rank):
+    """The address in the cluster of `shared` in CTA `rank`."""
+    return asm(
+        "mapa.shared::cluster.u32 $0, $1, $2;", (Int32(shared), Int32(rank)), (Int32,), pure=True
+    )
+
+
+def store_cluster_async(address, word, bar):
+    """Stores 4 bytes in a CTA of the cluster and counts them on its barrier."""
+    asm(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [$0], $1, [$2];",
+        (Int32(address), word, Int32(bar)),
+    )
+
+
+def store_cluster_async_f32x2(address, first, second, bar):
+    asm(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [$0], {$1,$2}, [$3];",
+        (Int32(address), first, second, Int32(bar)),
+    )
+
+
+def load_global_16b(address):
+    return asm("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", (Int64(address),), (Uint32,) * 4)
+
+
+def load_global_16b_if(address, predicate):
+    """Zeros where the predicate is false; nothing is read then."""
+    code = "{ .reg .pred q; setp.ne.s32 q, $5, 0; "
+    code += "".join(f"mov.b32 ${i}, 0; " for i in range(4))
+    code += "@q ld.global.v4.u32 {$0,$1,$2,$3}, [$4]; }"
+    return asm(code, (Int64(address), Int32(predicate)), (Uint32,) * 4, early=True)
+
+
+def load_global_f32x4(address):
+    return asm("ld.global.v4.f32 {$0,$1,$2,$3}, [$4];", (Int64(address),), (Float32,) * 4)
+
+
+def load_global_f32(address):
+    return asm("ld.global.f32 $0, [$1];", (Int64(address),), (Float32,))
+
+
+def load_global_i32(address):
+    return asm("ld.global.s32 $0, [$1];", (Int64(address),), (Int32,))
+
+
+def load_global_i64(address):
+    return asm("ld.global.s64 $0, [$1];", (Int64(address),), (Int64,))
+
+
+def load_global_16bit(address):
+    """Two bytes, kept as they came: widening them here would make the warp wait for them here."""
+    return asm("ld.global.u16 $0, [$1];", (Int64(address),), (Int16,))
+
+
+def store_global_f32(address, value):
+    asm("st.global.f32 [$0], $1;", (Int64(address), value))
+
+
+def store_global_u32(address, word):
+    asm("st.global.u32 [$0], $1;", (Int64(address), word))
+
+
+def store_global_u16(address, word):
+    asm("{ .reg .b16 t; cvt.u16.u32 t, $1; st.global.b16 [$0], t; }", (Int64(address), word))
+
+
+def store_global_u8(address, word):
+    asm("st.global.u8 [$0], $1;", (Int64(address), word))
+
+
+def load_shared_16b(address):
+    return asm("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", (Int32(address),), (Uint32,) * 4)
+
+
+def load_shared_f32(address):
+    return asm("ld.shared.f32 $0, [$1];", (Int32(address),), (Float32,))
+
+
+def load_shared_f32x4(address):
+    return asm("ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", (Int32(address),), (Float32,) * 4)
+
+
+def store_shared_f32(address, value):
+    asm("st.shared.f32 [$0], $1;", (Int32(address), value))
+
+
+def store_shared_f32x2(address, first, second):
+    asm("st.shared.v2.f32 [$0], {$1,$2};", (Int32(address), first, second))
+
+
+def store_shared_16b(address, words):
+    asm("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", (Int32(address), *words))
+
+
+# Arithmetic ----------------------------------------------------------------------------------------------------------
+
+# a, b = the two bf16 of the packed word $1, low half first
+_SPLIT = (
+    ".reg .f32 a, b; .reg .b32 t; shl.b32 t, $1, 16; mov.b32 a, t; "
+    "and.b32 t, $1, 0xffff0000; mov.b32 b, t; "
+)
+
+
+def bits(value):
+    return asm("mov.b32 $0, $1;", (value,), (Uint32,), pure=True)
+
+
+def float_of(word):
+    return asm("mov.b32 $0, $1;", (word,), (Float32,), pure=True)
+
+
+def widen_bf16(half):
+    return asm(
+        "{ .reg .b16 z; mov.u16 z, 0; mov.b32 $0, {z, $1}; }", (half,), (Float32,), pure=True
+    )
+
+
+def round_bf16(value):
+    return asm(
+        "{ .reg .b16 h, z; mov.u16 z, 0; cvt.rn.bf16.f32 h, $1; mov.b32 $0, {z, h}; }",
+        (value,),
+        (Float32,),
+        pure=True,
+    )
+
+
+def bf16_bits(value):
+    """The value rounded to bf16, in the low half of the word."""
+    return asm(
+        "{ .reg .b16 h; cvt.rn.bf16.f32 h, $1; cvt.u32.u16 $0, h; }", (value,), (Uint32,), pure=True
+    )
+
+
+def sum_squares(pair, total):
+    """total + lo * lo + hi * hi of a bf16 pair.
+
+    Splits with prmt where `norm_pair` shifts: with equal instructions the assembler would keep both widened halves in
+    registers from here to there, twice the packed form, and spill.
+    """
+    code = "{ .reg .f32 a, b; .reg .b32 t; prmt.b32 t, $1, 0, 0x1044; mov.b32 a, t; "
+    code += (
+        "prmt.b32 t, $1, 0, 0x3244; mov.b32 b, t; fma.rn.f32 a, a, a, $2; fma.rn.f32 $0, b, b, a; }"
+    )
+    return asm(code, (pair, total), (Float32,), pure=True)
+
+
+def norm_pair(pair, gamma, rr):
+    """bf16((x * rr) * gamma) of both halves: two roundings to fp32, then one to bf16."""
+    code = "{ " + _SPLIT + ".reg .f32 c, d; shl.b32 t, $2, 16; mov.b32 c, t; "
+    code += "and.b32 t, $2, 0xffff0000; mov.b32 d, t; mul.rn.f32 a, a, $3; mul.rn.f32 b, b, $3; "
+    code += "mul.rn.f32 a, a, c; mul.rn.f32 b, b, d; cvt.rn.bf16x2.f32 $0, b, a; }"
+    return asm(code, (pair, gamma, rr), (Uint32,), pure=True)
+
+
+def reciprocal_sqrt(value):
+    return asm("rsqrt.approx.f32 $0, $1;", (value,), (Float32,), pure=True)
+
+
+def multiply(left, right):
+    """Rounded to nearest, subnormals kept, never contracted into an fma."""
+    return asm("mul.rn.f32 $0, $1, $2;", (left, right), (Float32,), pure=True)
+
+
+def max_u32(left, right):
+    return asm("max.u32 $0, $1, $2;", (left, right), (Uint32,), pure=True)
+
+
+def warp_max_u32(word):
+    return asm("redux.sync.max.u32 $0, $1, 0xffffffff;", (word,), (Uint32,))
+
+
+def lane_exchange(word, distance):
+    """The word of the lane whose number differs in the bit `distance`."""
+    return asm(f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;", (word,), (Uint32,))
+
+
+def lane_add(value, distance):
+    code = f"{{ .reg .f32 t; shfl.sync.bfly.b32 t, $1, {distance}, 0x1f, 0xffffffff; add.f32 $0, $1, t; }}"
+    return asm(code, (value,), (Float32,))
+
+
+def e4m3_pair(low, high):
+    """Two e4m3fn codes, nearest even and saturating; NaN gives 0x7f."""
+    code = "{ .reg .b16 t; cvt.rn.satfinite.e4m3x2.f32 t, $2, $1; cvt.u32.u16 $0, t; }"
+    return asm(code, (low, high), (Uint32,), pure=True)
+
+
+# Tensor cores --------------------------------------------------------------------------------------------------------
+
+
+def mma_16x8x16(accumulator, a, b):
+    """accumulator[16, 8] + a[16, 16] b[16, 8] in bf16, this lane's part of each."""
+    code = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+    code += "{$0,$1,$2,$3}, {$8,$9,$10,$11}, {$12,$13}, {$4,$5,$6,$7};"
+    return asm(code, (*accumulator, *a, *b), (Float32,) * 4, pure=True)
+
+
+def wgmma_64xnx64(accumulator, a, b, columns):
+    """Starts accumulator[64, n] += a[64, 64] b[n, 64]^T as one group of four wgmma; `a`, `b` are descriptors."""
+    count = len(accumulator)
+    registers = "{" + ",".join(f"${i}" for i in range(count)) + "}"
+    step = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {registers}, a, b, 1, 1, 1, 0, 0; "
+    code = f"{{ .reg .b64 a, b; mov.b64 a, ${2 * count}; mov.b64 b, ${2 * count + 1}; wgmma.fence.sync.aligned; "
+    # The next 16 columns lie 32 bytes further; descriptors count in 16 bytes.
+    code += "add.s64 a, a, 2; add.s64 b, b, 2; ".join([step] * 4)
+    code += "wgmma.commit_group.sync.aligned; }"
+    return asm(code, (*accumulator, a, b), (Float32,) * count, tied=count)
+
+
+def wgmma_wait(accumulator, pending):
+    """Waits until at most `pending` groups run; the accumulator passes through, so that its reads stay behind."""
+    count = len(accumulator)
+    return asm(
+        f"wgmma.wait_group.sync.aligned {pending};",
+        tuple(accumulator),
+        (Float32,) * count,
+        tied=count,
+    )
+
+
+def swizzled_descriptor(shared):
+    """K-major operand in shared memory, 128-byte swizzle, groups of 8 rows 1,024 bytes apart."""
+    return ((Int64(shared) & 0x3FFFF) >> 4) | Int64((1 << 16) | (64 << 32) | (1 << 62))

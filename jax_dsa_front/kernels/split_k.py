@@ -1,0 +1,375 @@
+"""Larger batches on Hopper: one head and one batch tile per cluster of 2 CTAs, each with all 128 rows and half of K.
+
+The weights are the A operand of wgmma and come as 128-byte swizzled TMA tiles through a ring; the normalised rows are B,
+with the batch as N.  Each CTA finishes half of the tile's rows: it sends the partial sums of the others to its peer.  A
+ninth warp issues the copies and inserts the keys.  docs/design.md has the picture.
+
+Clusters of 2 with one CTA per SM fit 66 times on 132 SMs, clusters of 4 only 30 times.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, Uint64
+from cutlass.cute.nvgpu import cpasync
+
+from . import ptx
+from .common import (
+    FLAG_MXFP4,
+    FP8_QUERY_FLOOR,
+    FrontArguments,
+    SharedMemory,
+    chosen_layer,
+    first_head,
+    fp4_scale,
+    fp4_word,
+    fp8_scale,
+    fp8_word,
+    group_max,
+    insert_key,
+    largest,
+    load_head_weight,
+    shared_address,
+    store_weight,
+)
+
+CLUSTER = 2
+WARPS = 8
+THREADS = 32 * (WARPS + 1)
+CHUNK = 64  # columns of K per ring slot: one 128-byte swizzle row
+CHUNK_BYTES = 128 * CHUNK * 2
+SHARED_LIMIT = 232448  # bytes per CTA on sm_90
+# Weight chunks whose copies start before the activations have arrived (x behind the whole stream takes 3-7 k clocks)
+EARLY_CHUNKS = 4
+# The first chunks of y are free for the partial sums once every warp of both CTAs has passed this chunk.
+LAST_REUSED_CHUNK = 3
+
+# Named barriers
+BARRIER_INITIALISED = 1
+BARRIER_NORMALISED = 2
+BARRIER_ROWS_LANDED = 3
+
+
+class SplitK:
+    """The kernel for one K and one tile of batch rows; the batch is a run-time argument, tiles lie along grid y."""
+
+    cluster = CLUSTER
+    threads = THREADS
+
+    def __init__(self, k, tile):
+        self.k, self.tile = k, tile
+        self.half_k = k // CLUSTER
+        self.chunks = self.half_k // CHUNK
+        regions = {
+            "y": (
+                tile * self.half_k * 2,
+                1024,
+            ),  # bf16 [chunk][batch row][64], swizzled; then the partial sums
+            "gamma": (self.half_k * 2, 128),
+            "squares": (CLUSTER * tile * 4, 128),  # f32 [half of K][finishing CTA][row]
+        }
+        # What is left of the CTA's shared memory holds weights, each slot with two barriers
+        fixed = SharedMemory(regions).nbytes() + 2 * 8
+        self.ring = min(self.chunks, (SHARED_LIMIT - fixed) // (CHUNK_BYTES + 2 * 8))
+        self.shared = SharedMemory(
+            {
+                "weights": (self.ring * CHUNK_BYTES, 1024),
+                **regions,
+                "bar_full": (self.ring * 8, 8),
+                "bar_empty": (self.ring * 8, 8),
+                "bar_squares": (8, 8),
+                "bar_sums": (8, 8),
+            }
+        )
+        self.pieces = -(-self.half_k // 256)  # of 16 bytes per lane and row
+
+    @cute.jit
+    def __call__(self, arguments: FrontArguments, stream):
+        # Row 2 i + h of each 16 rows of wq_b is row 8 h + i of the tile: accumulator rows g and g + 8 of a thread are
+        # then neighbouring columns of the head.  The extent in 16-row groups is the handler's to set in the descriptor.
+        k, tile_shape = self.k, (8, 2, 8, CHUNK)
+        weights = cute.make_tensor(
+            cute.make_ptr(BFloat16, arguments.wq_b, cute.AddressSpace.gmem, assumed_align=16),
+            cute.make_layout((8, 2, 1 << 20, k), stride=(2 * k, k, 16 * k, 1)),
+        )
+        shared = cute.make_composed_layout(
+            cute.make_swizzle(3, 4, 3),
+            0,
+            cute.make_layout(tile_shape, stride=(CHUNK, 8 * CHUNK, 16 * CHUNK, 1)),
+        )
+        atom, coordinates = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), weights, shared, tile_shape
+        )
+        tiles = (arguments.batch + (self.tile - 1)) // self.tile
+        # The grid's z is the number of heads; no launch happens here, the handler sets the grid.
+        self.kernel(atom, coordinates, arguments).launch(
+            grid=(CLUSTER, tiles, 1),
+            block=(THREADS, 1, 1),
+            cluster=(CLUSTER, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
+
+    @cute.kernel
+    def kernel(self, atom: cute.CopyAtom, coordinates: cute.Tensor, arguments: FrontArguments):
+        thread, _, _ = cute.arch.thread_idx()
+        part, tile, head = cute.arch.block_idx()
+        _, tiles, heads = cute.arch.grid_dim()
+        lane = thread & 31
+        warp = cute.arch.make_warp_uniform(thread >> 5)
+
+        # The batch is dealt out evenly: every CTA finishes `share` rows of it (the last ones fewer).
+        share = (arguments.batch + (CLUSTER * tiles - 1)) // (CLUSTER * tiles)
+        own_row = (tile * CLUSTER + part) * share
+        peer_row = (tile * CLUSTER + (part ^ 1)) * share
+        own = cutlass.max(Int32(0), cutlass.min(share, arguments.batch - own_row))
+        others = cutlass.max(Int32(0), cutlass.min(share, arguments.batch - peer_row))
+
+        pointers = self.shared.allocate()
+        shared = {name: shared_address(pointer) for name, pointer in pointers.items()}
+        bar_full, bar_empty = shared["bar_full"], shared["bar_empty"]
+        if warp == WARPS:
+            with cute.arch.elect_one():
+                cpasync.prefetch_descriptor(atom)
+                for slot in cutlass.range_constexpr(self.ring):
+                    ptx.mbarrier_init(bar_full + 8 * slot, 1)
+                    ptx.mbarrier_init(bar_empty + 8 * slot, WARPS)
+                ptx.mbarrier_init(shared["bar_squares"], 1)
+                ptx.mbarrier_init(shared["bar_sums"], 1)
+                ptx.mbarrier_init_fence()
+                ptx.mbarrier_expect(
+                    shared["bar_squares"], CLUSTER * 4 * (own + others) + 2 * self.half_k
+                )
+                ptx.mbarrier_expect(shared["bar_sums"], own * 512)
+                for slot in cutlass.range_constexpr(self.ring):
+                    ptx.mbarrier_expect(bar_full + 8 * slot, CHUNK_BYTES)
+            ptx.warp_sync()
+            ptx.cluster_arrive_relaxed()
+            ptx.grid_wait()
+            layer, inside = chosen_layer(arguments)
+            layout = cute.make_layout(
+                (8, 2, 8, CHUNK, self.ring),
+                stride=(CHUNK, 8 * CHUNK, 16 * CHUNK, 1, CHUNK_BYTES // 2),
+            )
+            ring = cute.make_tensor(
+                cute.recast_ptr(pointers["weights"], cute.make_swizzle(3, 4, 3), dtype=BFloat16),
+                layout,
+            )
+            bars = cute.recast_ptr(pointers["bar_full"], dtype=Uint64)
+            tiles_of_head = cute.local_tile(coordinates, (8, 2, 8, CHUNK), (0, 0, None, None))
+            target, source = cpasync.tma_partition(
+                atom,
+                0,
+                cute.make_layout(1),
+                cute.group_modes(ring, 0, 4),
+                cute.group_modes(tiles_of_head, 0, 4),
+            )
+            first = layer * (arguments.wq_b_layer_rows // 128) + head
+            source = source[None, first, None]
+            with cute.arch.elect_one():
+                q_norm = arguments.q_norm + Int64(layer) * arguments.q_norm_layer_stride
+                ptx.bulk_copy(
+                    shared["gamma"],
+                    q_norm + part * (2 * self.half_k),
+                    2 * self.half_k,
+                    shared["bar_squares"],
+                )
+            for chunk in cutlass.range_constexpr(EARLY_CHUNKS):
+                self.copy_chunk(atom, source, target, bars, part, chunk)
+            ptx.named_barrier_arrive(BARRIER_INITIALISED, THREADS)
+            ptx.named_barrier_sync(BARRIER_ROWS_LANDED, THREADS)
+            for chunk in cutlass.range_constexpr(EARLY_CHUNKS, self.ring):
+                self.copy_chunk(atom, source, target, bars, part, chunk)
+            for chunk in cutlass.range_constexpr(self.ring, self.chunks):
+                slot = chunk % self.ring
+                ptx.mbarrier_wait(bar_empty + 8 * slot, chunk // self.ring - 1)
+                with cute.arch.elect_one():
+                    ptx.mbarrier_expect(bar_full + 8 * slot, CHUNK_BYTES)
+                self.copy_chunk(atom, source, target, bars, part, chunk)
+            cta = (head * tiles + tile) * CLUSTER + part
+            for row in range(cta, arguments.batch, CLUSTER * tiles * heads):
+                insert_key(arguments, row, layer, inside, lane)
+            ptx.cluster_wait()
+            ptx.cluster_arrive_relaxed()
+            ptx.cluster_wait()
+        else:
+            ptx.cluster_arrive_relaxed()
+            ptx.grid_wait()
+            raw_weights = self.load_head_weights(arguments, own_row, head, warp)
+            self.normalise(arguments, shared, part, own_row, peer_row, own, others, warp, lane)
+            accumulator = self.multiply(shared, warp, lane)
+            self.exchange(accumulator, shared, part, own, others, warp, lane)
+            self.finish(arguments, shared, raw_weights, own_row, own, head, heads, warp, lane)
+
+    def copy_chunk(self, atom, source, target, bars, part, chunk):
+        slot = chunk % self.ring
+        cute.copy(
+            atom,
+            source[None, part * self.chunks + chunk],
+            target[None, slot],
+            tma_bar_ptr=bars + slot,
+        )
+
+    @cute.jit
+    def load_head_weights(self, arguments, own_row, head, warp):
+        column = first_head(arguments) + head
+        last = arguments.batch - 1
+        return [
+            load_head_weight(arguments, cutlass.min(own_row + warp + WARPS * i, last), column)
+            for i in range(self.tile // 2 // WARPS)
+        ]
+
+    @cute.jit
+    def normalise(self, arguments, shared, part, own_row, peer_row, own, others, warp, lane):
+        """RMSNorm of this CTA's half of K into `y`, swizzled: the own rows first, the peer's from tile / 2."""
+        y, squares, bar_squares = shared["y"], shared["squares"], shared["bar_squares"]
+        passes = self.tile // WARPS
+        half = self.tile // 2
+        x = []
+        for p in cutlass.range_constexpr(passes):
+            is_peer = WARPS * p >= half
+            local = WARPS * p - (half if is_peer else 0) + warp
+            first, count = (peer_row, others) if is_peer else (own_row, own)
+            present = Int32(local < count)
+            source = arguments.projected + Int64(first + local) * arguments.projected_pitch
+            source = source + part * (2 * self.half_k) + lane * 16
+            pieces = []
+            for i in cutlass.range_constexpr(self.pieces):
+                there = present
+                if cutlass.const_expr(
+                    (i + 1) * 256 > self.half_k
+                ):  # the last piece of K = 1280: half a warp
+                    there = present & Int32(lane < (self.half_k - i * 256) // 8)
+                pieces.append(ptx.load_global_16b_if(source + 512 * i, there))
+            x.append(pieces)
+        ptx.named_barrier_sync(BARRIER_INITIALISED, THREADS)
+        ptx.cluster_wait()  # the peer's barriers are initialised too
+
+        # Each row's sum of squares over this half, to both CTAs: squares[half of K][finishing CTA][row]
+        for p in cutlass.range_constexpr(passes):
+            is_peer = WARPS * p >= half
+            local = WARPS * p - (half if is_peer else 0) + warp
+            total = Float32(0)
+            for i in cutlass.range_constexpr(self.pieces):
+                for word in x[p][i]:
+                    total = ptx.sum_squares(word, total)
+            for distance in (16, 8, 4, 2, 1):
+                total = ptx.lane_add(total, distance)
+            owner = part ^ 1 if is_peer else part
+            if (lane < CLUSTER) & (local < (others if is_peer else own)):
+                slot = squares + ((part * CLUSTER + owner) * half + local) * 4
+                ptx.store_cluster_async(
+                    ptx.peer_address(slot, lane),
+                    ptx.bits(total),
+                    ptx.peer_address(bar_squares, lane),
+                )
+        ptx.named_barrier_arrive(BARRIER_ROWS_LANDED, THREADS)
+        ptx.mbarrier_wait(bar_squares, 0, "cluster")
+
+        rr = []
+        for p in cutlass.range_constexpr(passes):
+            is_peer = WARPS * p >= half
+            local = WARPS * p - (half if is_peer else 0) + warp
+            slot = squares + ((part ^ 1 if is_peer else part) * half + local) * 4
+            total = ptx.load_shared_f32(slot) + ptx.load_shared_f32(slot + CLUSTER * half * 4)
+            rr.append(ptx.reciprocal_sqrt(total * Float32(1 / self.k) + arguments.eps))
+        for i in cutlass.range_constexpr(self.pieces):
+            piece = lane + 32 * i
+            g = ptx.load_shared_16b(shared["gamma"] + piece * 16)
+            target = y + (piece >> 3) * (self.tile * 128)
+            for p in cutlass.range_constexpr(passes):
+                words = [ptx.norm_pair(x[p][i][e], g[e], rr[p]) for e in range(4)]
+                row = WARPS * p + warp
+                address = target + row * 128 + (((piece & 7) ^ (row & 7)) << 4)
+                if cutlass.const_expr((i + 1) * 256 > self.half_k):
+                    if piece < self.half_k // 8:
+                        ptx.store_shared_16b(address, words)
+                else:
+                    ptx.store_shared_16b(address, words)
+        ptx.fence_async_shared()
+        ptx.named_barrier_sync(BARRIER_NORMALISED, 32 * WARPS)
+
+    @cute.jit
+    def multiply(self, shared, warp, lane):
+        """Accumulator of 64 head rows (by warpgroup) and all batch rows of the tile, over this CTA's half of K."""
+        accumulator = [Float32(0)] * (self.tile // 2)
+        y, bar_full, bar_empty = shared["y"], shared["bar_full"], shared["bar_empty"]
+        weights = shared["weights"] + (warp >> 2) * (CHUNK_BYTES // 2)
+        for chunk in cutlass.range_constexpr(self.chunks):
+            slot = chunk % self.ring
+            ptx.mbarrier_wait(bar_full + 8 * slot, (chunk // self.ring) & 1)
+            accumulator = ptx.wgmma_64xnx64(
+                accumulator,
+                ptx.swizzled_descriptor(weights + slot * CHUNK_BYTES),
+                ptx.swizzled_descriptor(y + chunk * (self.tile * 128)),
+                self.tile,
+            )
+            if cutlass.const_expr(chunk > 0):
+                accumulator = ptx.wgmma_wait(accumulator, 1)  # the chunk before is done
+                if cutlass.const_expr(chunk == LAST_REUSED_CHUNK + 1):
+                    ptx.cluster_arrive_release()
+                if cutlass.const_expr(chunk - 1 + self.ring < self.chunks):
+                    if lane == 0:
+                        ptx.mbarrier_arrive(bar_empty + 8 * ((chunk - 1) % self.ring))
+        return ptx.wgmma_wait(accumulator, 0)
+
+    def sums(self, shared):
+        """Where the partial sums lie, f32 [row][128]: the peer's of the own rows, and the own ones."""
+        return shared["y"], shared["y"] + self.tile // 2 * 512
+
+    @cute.jit
+    def exchange(self, accumulator, shared, part, own, others, warp, lane):
+        """Sends the sums of the peer's rows to it and puts the own ones beside what the peer sends: f32 [row][128]."""
+        received, kept = self.sums(shared)
+        bar_sums = shared["bar_sums"]
+        group, quad = lane >> 2, lane & 3
+        # Columns are swizzled by bits 1 and 2 of the row, so that neither side has bank conflicts.
+        column = (warp * 16 + 2 * group) ^ (quad << 3)
+        peer = ptx.peer_address(received, part ^ 1) + column * 4
+        bar_peer = ptx.peer_address(bar_sums, part ^ 1)
+        half = self.tile // 2
+        ptx.cluster_wait()  # both CTAs are past LAST_REUSED_CHUNK
+        for n in cutlass.range_constexpr(self.tile // 8):
+            for h in cutlass.range_constexpr(2):
+                low, high = accumulator[4 * n + h], accumulator[4 * n + 2 + h]
+                if cutlass.const_expr(8 * n >= half):
+                    row = 8 * n - half + 2 * quad + h
+                    if row < others:
+                        ptx.store_cluster_async_f32x2(peer + row * 512, low, high, bar_peer)
+                else:
+                    row = 8 * n + 2 * quad + h
+                    if row < own:
+                        ptx.store_shared_f32x2(kept + row * 512 + column * 4, low, high)
+        ptx.named_barrier_sync(BARRIER_NORMALISED, 32 * WARPS)
+        ptx.mbarrier_wait(bar_sums, 0, "cluster")
+
+    @cute.jit
+    def finish(self, arguments, shared, raw_weights, own_row, own, head, heads, warp, lane):
+        """Adds both halves of K and quantises: one row per warp, 4 of the head's columns per lane."""
+        received, kept = self.sums(shared)
+        for i in cutlass.range_constexpr(self.tile // 2 // WARPS):
+            local = warp + WARPS * i
+            if local < own:
+                offset = (local * 128 + ((4 * lane) ^ (((local >> 1) & 3) << 3))) * 4
+                theirs = ptx.load_shared_f32x4(received + offset)
+                ours = ptx.load_shared_f32x4(kept + offset)
+                values = [ptx.round_bf16(theirs[e] + ours[e]) for e in range(4)]
+                amax = largest(values)
+                index = Int64(own_row + local) * heads + head
+                if (arguments.flags & FLAG_MXFP4) != 0:
+                    exponent, inverse = fp4_scale(group_max(amax))
+                    ptx.store_global_u16(
+                        arguments.query + index * 64 + lane * 2, fp4_word(values, inverse)
+                    )
+                    if lane % 8 == 0:
+                        ptx.store_global_u8(arguments.query_scale + index * 4 + lane // 8, exponent)
+                    if lane == 0:
+                        store_weight(arguments, index, raw_weights[i], Float32(1))
+                else:
+                    scale, inverse = fp8_scale(
+                        ptx.max_u32(ptx.warp_max_u32(amax), Uint32(FP8_QUERY_FLOOR))
+                    )
+                    ptx.store_global_u32(
+                        arguments.query + index * 128 + lane * 4, fp8_word(values, inverse)
+                    )
+                    if lane == 0:
+                        store_weight(arguments, index, raw_weights[i], ptx.float_of(scale))

@@ -1,0 +1,266 @@
+"""Small batches: one head per cluster of 4 CTAs, each with 32 of the head's 128 rows and all of K.
+
+A CTA's piece of `wq_b` is one contiguous block, brought in by 8 bulk copies.  Eight warps split K; the weights are the
+A operand of mma.sync, the normalised rows stay in registers as B.  Only the amplitude of a head (4 bytes per row and
+CTA) crosses the cluster.  A ninth warp issues the copies and inserts the keys.  docs/design.md has the picture.
+
+Runs on any architecture with clusters (sm_90 and later).
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from . import ptx
+from .common import (
+    FLAG_MXFP4,
+    FP8_QUERY_FLOOR,
+    FrontArguments,
+    SharedMemory,
+    chosen_layer,
+    first_head,
+    fp4_code,
+    fp4_scale,
+    fp8_scale,
+    insert_key,
+    load_head_weight,
+    magnitude,
+    shared_address,
+    store_weight,
+)
+
+CLUSTER = 4
+ROWS = 32  # of wq_b per CTA
+TILE = 8  # batch rows: N of the mma
+WARPS = 8
+THREADS = 32 * (WARPS + 1)
+COPIES = 8  # of 4 rows each
+# Weights whose copies start before the activations have arrived, in pairs of copies; x behind the whole stream takes
+# 3-7 k clocks instead of 1 k.
+EARLY_PAIRS = 2
+SUM_PITCH = (
+    36  # floats per batch row of the partial sums: 4 more than the rows, free of bank conflicts
+)
+
+# Named barriers
+BARRIER_SQUARES = 1
+BARRIER_ROWS_LANDED = 3
+BARRIER_SUMS = 4
+
+
+class SplitN:
+    """The kernel for one K; the batch is a run-time argument, tiles of 8 rows lie along grid z."""
+
+    cluster = CLUSTER
+    threads = THREADS
+    tile = TILE
+
+    def __init__(self, k):
+        self.k = k
+        # Odd copies are shifted by 64 bytes: a quarter warp then reads 128 bytes in 32 different banks.
+        self.copy_bytes = 4 * 2 * k
+        self.pair_bytes = 2 * self.copy_bytes + 128
+        self.shared = SharedMemory(
+            {
+                "weights": (COPIES // 2 * self.pair_bytes, 128),
+                "sums": (WARPS * TILE * SUM_PITCH * 4, 128),  # f32 [warp][batch row][head row]
+                "gamma": (2 * k, 128),
+                "squares": (WARPS * TILE * 4, 128),  # f32 [warp][batch row]
+                "peaks": (CLUSTER * TILE * 4, 128),  # bits of an amplitude [CTA][batch row]
+                "bar_weights": (COPIES // 2 * 8, 8),  # one per pair of copies
+                "bar_gamma": (8, 8),
+                "bar_peaks": (8, 8),
+            }
+        )
+
+    @cute.jit
+    def __call__(self, arguments: FrontArguments, stream):
+        tiles = (arguments.batch + (TILE - 1)) // TILE
+        # The grid's y is the number of heads; no launch happens here, the handler sets the grid.
+        self.kernel(arguments).launch(
+            grid=(CLUSTER, 1, tiles),
+            block=(THREADS, 1, 1),
+            cluster=(CLUSTER, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=2 if self.k <= 1536 else 1,
+            preferred_smem_carveout=100,
+        )
+
+    @cute.kernel
+    def kernel(self, arguments: FrontArguments):
+        thread, _, _ = cute.arch.thread_idx()
+        part, head, tile = cute.arch.block_idx()
+        _, heads, _ = cute.arch.grid_dim()
+        lane = thread & 31
+        warp = cute.arch.make_warp_uniform(thread >> 5)
+        row0 = tile * TILE
+        rows = cutlass.min(Int32(TILE), arguments.batch - row0)
+
+        shared = {name: shared_address(pointer) for name, pointer in self.shared.allocate().items()}
+        if warp == WARPS:
+            self.produce(arguments, shared, part, head, heads, tile, rows, lane)
+        else:
+            self.compute(arguments, shared, part, head, heads, row0, rows, warp, lane)
+
+    @cute.jit
+    def produce(self, arguments, shared, part, head, heads, tile, rows, lane):
+        weights, bar_weights = shared["weights"], shared["bar_weights"]
+        bar_gamma, bar_peaks = shared["bar_gamma"], shared["bar_peaks"]
+        with cute.arch.elect_one():
+            for pair in cutlass.range_constexpr(COPIES // 2):
+                ptx.mbarrier_init(bar_weights + 8 * pair, 1)
+            ptx.mbarrier_init(bar_gamma, 1)
+            ptx.mbarrier_init(bar_peaks, 1)
+            ptx.mbarrier_init_fence()
+            ptx.mbarrier_expect(bar_peaks, CLUSTER * 4 * rows)
+            ptx.mbarrier_expect(bar_gamma, 2 * self.k)
+            for pair in cutlass.range_constexpr(COPIES // 2):
+                ptx.mbarrier_expect(bar_weights + 8 * pair, 2 * self.copy_bytes)
+        ptx.warp_sync()
+        ptx.cluster_arrive_relaxed()
+        ptx.grid_wait()
+        layer, inside = chosen_layer(arguments)
+        first_row = layer * arguments.wq_b_layer_rows + head * 128 + part * ROWS
+        source = arguments.wq_b + Int64(first_row) * (2 * self.k)
+        with cute.arch.elect_one():
+            q_norm = arguments.q_norm + Int64(layer) * arguments.q_norm_layer_stride
+            ptx.bulk_copy(shared["gamma"], q_norm, 2 * self.k, bar_gamma)
+            for pair in cutlass.range_constexpr(EARLY_PAIRS):
+                self.copy_pair(weights, source, bar_weights, pair)
+        ptx.named_barrier_arrive(BARRIER_SQUARES, THREADS)
+        ptx.named_barrier_sync(BARRIER_ROWS_LANDED, THREADS)
+        with cute.arch.elect_one():
+            for pair in cutlass.range_constexpr(EARLY_PAIRS, COPIES // 2):
+                self.copy_pair(weights, source, bar_weights, pair)
+        _, _, tiles = cute.arch.grid_dim()
+        for row in range(
+            (tile * heads + head) * CLUSTER + part, arguments.batch, CLUSTER * heads * tiles
+        ):
+            insert_key(arguments, row, layer, inside, lane)
+        ptx.cluster_wait()
+
+    def copy_pair(self, weights, source, bar_weights, pair):
+        for odd in (0, 1):
+            ptx.bulk_copy(
+                weights + pair * self.pair_bytes + odd * (self.copy_bytes + 64),
+                source + (2 * pair + odd) * self.copy_bytes,
+                self.copy_bytes,
+                bar_weights + 8 * pair,
+            )
+
+    @cute.jit
+    def compute(self, arguments, shared, part, head, heads, row0, rows, warp, lane):
+        weights, sums, gamma, squares = (shared[n] for n in ("weights", "sums", "gamma", "squares"))
+        bar_weights = shared["bar_weights"]
+        steps = self.k // WARPS // 32  # of 32 columns per warp
+        group, quad = lane >> 2, lane & 3
+        columns = (
+            warp * (self.k // WARPS * 2) + quad * 16
+        )  # byte offset of this lane's first 8 columns
+        ptx.cluster_arrive_relaxed()
+        ptx.grid_wait()
+        # Lanes of absent rows repeat the last one: their columns of the product are never used.
+        row = Int64(row0 + cutlass.min(group, rows - 1))
+        source = arguments.projected + row * arguments.projected_pitch + columns
+        x = [ptx.load_global_16b(source + 64 * step) for step in range(steps)]
+        raw_weight = load_head_weight(
+            arguments, row0 + cutlass.min(warp, rows - 1), first_head(arguments) + head
+        )
+
+        # RMSNorm: this warp's part of each row's sum of squares, then all parts in warp order
+        total = Float32(0)
+        for step in cutlass.range_constexpr(steps):
+            for word in x[step]:
+                total = ptx.sum_squares(word, total)
+        total = ptx.lane_add(ptx.lane_add(total, 1), 2)
+        if quad == 0:
+            ptx.store_shared_f32(squares + (warp * TILE + group) * 4, total)
+        ptx.named_barrier_arrive(BARRIER_ROWS_LANDED, THREADS)
+        ptx.named_barrier_sync(BARRIER_SQUARES, THREADS)
+        total = Float32(0)
+        for i in cutlass.range_constexpr(WARPS):
+            total = total + ptx.load_shared_f32(squares + (i * TILE + group) * 4)
+        rr = ptx.reciprocal_sqrt(total * Float32(1 / self.k) + arguments.eps)
+        ptx.mbarrier_wait(shared["bar_gamma"], 0)
+        y = []
+        for step in cutlass.range_constexpr(steps):
+            g = ptx.load_shared_16b(gamma + columns + 64 * step)
+            y.append([ptx.norm_pair(x[step][i], g[i], rr) for i in range(4)])
+
+        # Weights and rows use the same order of K inside a step, so a lane's 16 bytes serve as they lie.
+        lane_weights = (
+            weights + (group & 1) * (self.copy_bytes + 64) + (group >> 1) * (2 * self.k) + columns
+        )
+        partial = []
+        for half in cutlass.range_constexpr(
+            2
+        ):  # 16 rows: one of 8 from each of two pairs of copies
+            accumulator = [Float32(0)] * 4
+            base = lane_weights + 2 * half * self.pair_bytes
+            ptx.mbarrier_wait(bar_weights + 16 * half, 0)
+            if cutlass.const_expr(half == 1):  # read what is there while the last copies arrive
+                upper = [ptx.load_shared_16b(base + 64 * step) for step in range(steps)]
+            ptx.mbarrier_wait(bar_weights + 16 * half + 8, 0)
+            for step in cutlass.range_constexpr(steps):
+                u = upper[step] if half == 1 else ptx.load_shared_16b(base + 64 * step)
+                v = ptx.load_shared_16b(base + self.pair_bytes + 64 * step)
+                accumulator = ptx.mma_16x8x16(accumulator, (u[0], v[0], u[1], v[1]), y[step][:2])
+                accumulator = ptx.mma_16x8x16(accumulator, (u[2], v[2], u[3], v[3]), y[step][2:])
+            partial.append(accumulator)
+
+        column = 4 * (group & 1) + (group >> 1)  # of the head, as the copies lie
+        target = sums + ((warp * TILE + 2 * quad) * SUM_PITCH + column) * 4
+        for half in cutlass.range_constexpr(2):
+            for upper in cutlass.range_constexpr(2):
+                offset = (16 * half + 8 * upper) * 4
+                ptx.store_shared_f32(target + offset, partial[half][2 * upper])
+                ptx.store_shared_f32(target + offset + SUM_PITCH * 4, partial[half][2 * upper + 1])
+        ptx.cluster_wait()  # the peers' barriers are initialised
+        ptx.named_barrier_sync(BARRIER_SUMS, 32 * WARPS)
+
+        self.finish(arguments, shared, raw_weight, part, head, heads, row0, rows, warp, lane)
+
+    @cute.jit
+    def finish(self, arguments, shared, raw_weight, part, head, heads, row0, rows, warp, lane):
+        """Adds the partial sums and quantises: one batch row per warp, one of the head's columns per lane."""
+        sums, peaks, bar_peaks = shared["sums"], shared["peaks"], shared["bar_peaks"]
+        if warp < rows:
+            source = sums + (warp * SUM_PITCH + lane) * 4
+            s = [ptx.load_shared_f32(source + i * (TILE * SUM_PITCH * 4)) for i in range(WARPS)]
+            total = ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]))
+            value = ptx.round_bf16(total)
+            peak = ptx.warp_max_u32(magnitude(value))
+            index = Int64(row0 + warp) * heads + head
+            if (
+                arguments.flags & FLAG_MXFP4
+            ) != 0:  # 32 columns are one group: nothing crosses the cluster
+                exponent, inverse = fp4_scale(peak)
+                code = fp4_code(value, inverse)
+                pair = code | (ptx.lane_exchange(code, 1) << 4)
+                if (lane & 1) == 0:
+                    column = part * (ROWS // 2) + (lane >> 1)
+                    ptx.store_global_u8(arguments.query + index * 64 + column, pair)
+                if lane == 0:
+                    ptx.store_global_u8(arguments.query_scale + index * 4 + part, exponent)
+                    if part == 0:
+                        store_weight(arguments, index, raw_weight, Float32(1))
+            else:
+                if lane < CLUSTER:
+                    slot = peaks + (part * TILE + warp) * 4
+                    ptx.store_cluster_async(
+                        ptx.peer_address(slot, lane), peak, ptx.peer_address(bar_peaks, lane)
+                    )
+                ptx.mbarrier_wait(bar_peaks, 0, "cluster")
+                amax = Uint32(FP8_QUERY_FLOOR)
+                for i in cutlass.range_constexpr(CLUSTER):
+                    amax = ptx.max_u32(
+                        amax, ptx.bits(ptx.load_shared_f32(peaks + (i * TILE + warp) * 4))
+                    )
+                scale, inverse = fp8_scale(amax)
+                code = ptx.e4m3_pair(ptx.multiply(value, inverse), Float32(0))
+                ptx.store_global_u8(arguments.query + index * 128 + part * ROWS + lane, code)
+                if (part == 0) & (lane == 0):
+                    store_weight(arguments, index, raw_weight, ptx.float_of(scale))
+        elif (arguments.flags & FLAG_MXFP4) == 0:
+            # A CTA may only end when nothing more will be stored in it.
+            ptx.mbarrier_wait(bar_peaks, 0, "cluster")
