@@ -49,16 +49,38 @@ class FrontParams(ctypes.Structure):
     """`FrontParams` of csrc_glue/front_params.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in (
-            "projected", "q_norm", "wq_b", "key_norm_weight", "key_norm_bias", "cache", "slots", "key", "head_weights",
-            "layer", "head_start", "query", "query_scale", "weights")),
-        *((name, ctypes.c_int64) for name in ("num_slots", "cache_layer_stride")),
-        *((name, ctypes.c_int32) for name in (
-            "projected_pitch", "key_pitch", "head_weights_pitch", "page_size", "q_norm_layer_stride",
-            "key_norm_weight_layer_stride", "key_norm_bias_layer_stride", "wq_b_layer_rows", "num_layers",
-            "head_start_limit", "batch", "flags")),
-        *((name, ctypes.c_float) for name in ("eps", "key_eps", "weight_scale")),
-    )  # fmt: skip
+        ("projected", ctypes.c_void_p),
+        ("q_norm", ctypes.c_void_p),
+        ("wq_b", ctypes.c_void_p),
+        ("layer", ctypes.c_void_p),
+        ("projected_pitch", ctypes.c_int32),
+        ("batch", ctypes.c_int32),
+        ("num_layers", ctypes.c_int32),
+        ("flags", ctypes.c_int32),
+        ("q_norm_layer_stride", ctypes.c_int32),
+        ("wq_b_layer_rows", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+        ("key_eps", ctypes.c_float),
+        ("weight_scale", ctypes.c_float),
+        ("head_weights_pitch", ctypes.c_int32),
+        ("head_weights", ctypes.c_void_p),
+        ("head_start", ctypes.c_void_p),
+        ("query", ctypes.c_void_p),
+        ("query_scale", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("key", ctypes.c_void_p),
+        ("key_norm_weight", ctypes.c_void_p),
+        ("key_norm_bias", ctypes.c_void_p),
+        ("cache", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("num_slots", ctypes.c_int64),
+        ("cache_layer_stride", ctypes.c_int64),
+        ("key_pitch", ctypes.c_int32),
+        ("page_size", ctypes.c_int32),
+        ("key_norm_weight_layer_stride", ctypes.c_int32),
+        ("key_norm_bias_layer_stride", ctypes.c_int32),
+        ("head_start_limit", ctypes.c_int32),
+    )
 
 
 FORMAT_FLAGS = {"fp8": 0, "mxfp8": 8, "mxfp4": 16}

@@ -64,13 +64,15 @@ std::string LaunchFront(const KernelSet& set, FrontParams& params, int32_t heads
   }
   FrontParams& p = params;
   for (void* argument :
-       {(void*)&p.projected, (void*)&p.q_norm, (void*)&p.wq_b, (void*)&p.key_norm_weight, (void*)&p.key_norm_bias,
-        (void*)&p.cache, (void*)&p.slots, (void*)&p.key, (void*)&p.head_weights, (void*)&p.layer, (void*)&p.head_start,
-        (void*)&p.query, (void*)&p.query_scale, (void*)&p.weights, (void*)&p.num_slots, (void*)&p.cache_layer_stride,
-        (void*)&p.projected_pitch, (void*)&p.key_pitch, (void*)&p.head_weights_pitch, (void*)&p.page_size,
-        (void*)&p.q_norm_layer_stride, (void*)&p.key_norm_weight_layer_stride, (void*)&p.key_norm_bias_layer_stride,
-        (void*)&p.wq_b_layer_rows, (void*)&p.num_layers, (void*)&p.head_start_limit, (void*)&p.batch, (void*)&p.flags,
-        (void*)&p.eps, (void*)&p.key_eps, (void*)&p.weight_scale}) {
+       {(void*)&p.projected, (void*)&p.q_norm, (void*)&p.wq_b, (void*)&p.layer, (void*)&p.projected_pitch,
+        (void*)&p.batch, (void*)&p.num_layers, (void*)&p.flags, (void*)&p.q_norm_layer_stride,
+        (void*)&p.wq_b_layer_rows, (void*)&p.eps, (void*)&p.key_eps, (void*)&p.weight_scale,
+        (void*)&p.head_weights_pitch, (void*)&p.head_weights, (void*)&p.head_start, (void*)&p.query,
+        (void*)&p.query_scale, (void*)&p.weights, (void*)&p.key, (void*)&p.key_norm_weight,
+        (void*)&p.key_norm_bias, (void*)&p.cache, (void*)&p.slots, (void*)&p.num_slots,
+        (void*)&p.cache_layer_stride, (void*)&p.key_pitch, (void*)&p.page_size,
+        (void*)&p.key_norm_weight_layer_stride, (void*)&p.key_norm_bias_layer_stride,
+        (void*)&p.head_start_limit}) {
     arguments[count++] = argument;
   }
 

@@ -36,37 +36,39 @@ class FrontArguments(NamedTuple):
     and the stacked operands come with the host's offsets (columns, a layer that the host knows) already added.
     """
 
+    # What the first loads need, together: parameters come from a cold constant cache, 64 bytes at a time
     projected: Int64  # bf16 [batch, >= K], 16-byte aligned rows
     q_norm: Int64  # bf16 [K]
     wq_b: Int64  # bf16 [heads * 128, K]
-    key_norm_weight: Int64  # f32 [128]
-    key_norm_bias: Int64  # f32 [128]
-    cache: Int64  # u8 [pages, page_size * 132 or 68]
-    slots: Int64  # i32 or i64 [batch]
-    key: Int64  # bf16 [batch, 128]
-    head_weights: Int64  # bf16 or f32 [batch, heads]
     layer: Int64  # i32 scalar, or 0: no layer operand
+    projected_pitch: Int32
+    batch: Int32
+    num_layers: Int32
+    flags: Int32
+    q_norm_layer_stride: Int32  # the strides are 0 for operands that are not stacked
+    wq_b_layer_rows: Int32  # rows of wq_b from one layer to the next
+
+    eps: Float32
+    key_eps: Float32
+    weight_scale: Float32
+    head_weights_pitch: Int32
+    head_weights: Int64  # bf16 or f32 [batch, heads]
     head_start: Int64  # i32 scalar, or 0: no head_start operand
     query: Int64  # e4m3fn [batch, heads, 128], or packed e2m1 [batch, heads, 64]
     query_scale: Int64  # u32 [batch, heads] (mxfp4)
     weights: Int64  # bf16 or f32 [batch, heads]
+    key: Int64  # bf16 [batch, 128]
+    key_norm_weight: Int64  # f32 [128]
+    key_norm_bias: Int64  # f32 [128]
+    cache: Int64  # u8 [pages, page_size * 132 or 68]
+    slots: Int64  # i32 or i64 [batch]
     num_slots: Int64  # pages * page_size
-    cache_layer_stride: Int64  # the strides are 0 for operands that are not stacked
-    projected_pitch: Int32
+    cache_layer_stride: Int64
     key_pitch: Int32
-    head_weights_pitch: Int32
     page_size: Int32
-    q_norm_layer_stride: Int32
     key_norm_weight_layer_stride: Int32
     key_norm_bias_layer_stride: Int32
-    wq_b_layer_rows: Int32  # rows of wq_b from one layer to the next
-    num_layers: Int32
     head_start_limit: Int32  # num_heads of the model - heads of this call
-    batch: Int32
-    flags: Int32
-    eps: Float32
-    key_eps: Float32
-    weight_scale: Float32
 
 
 class SharedMemory(NamedTuple):

@@ -90,10 +90,6 @@ def cluster_arrive_relaxed():
     asm("barrier.cluster.arrive.relaxed.aligned;")
 
 
-def cluster_arrive_release():
-    asm("barrier.cluster.arrive.release.aligned;")
-
-
 def cluster_wait():
     asm("barrier.cluster.wait.acquire.aligned;")
 
@@ -115,11 +111,18 @@ def grid_launch_dependents():
 # Copies and memory ---------------------------------------------------------------------------------------------------
 
 
-def bulk_copy(shared, source, nbytes, bar):
-    asm(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
-        (Int32(shared), Int64(source), Int32(nbytes), Int32(bar)),
-    )
+def evict_first_policy():
+    """L2 policy for bytes that are read once: the weights of a layer are not needed again before the next step."""
+    return asm("createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", (), (Int64,), pure=True)
+
+
+def bulk_copy(shared, source, nbytes, bar, policy=None):
+    operands = (Int32(shared), Int64(source), Int32(nbytes), Int32(bar))
+    code = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+    if policy is None:
+        asm(code + " [$0], [$1], $2, [$3];", operands)
+    else:
+        asm(code + ".L2::cache_hint [$0], [$1], $2, [$3], $4;", (*operands, policy))
 
 
 def peer_address(shared, rank):

@@ -38,15 +38,14 @@ THREADS = 32 * (WARPS + 1)
 CHUNK = 64  # columns of K per ring slot: one 128-byte swizzle row
 CHUNK_BYTES = 128 * CHUNK * 2
 SHARED_LIMIT = 232448  # bytes per CTA on sm_90
-# Weight chunks whose copies start before the activations have arrived (x behind the whole stream takes 3-7 k clocks)
-EARLY_CHUNKS = 4
-# The first chunks of y are free for the partial sums once every warp of both CTAs has passed this chunk.
-LAST_REUSED_CHUNK = 3
+# Weight chunks whose copies start before the activations have arrived, by tile: behind the whole stream the rows would
+# take 3-7 k clocks.
+EARLY_CHUNKS = {32: 6, 64: 4}
+FIRST_CHUNKS = 4  # of the first piece of y; the partial sums take their place in y
 
 # Named barriers
-BARRIER_INITIALISED = 1
+BARRIER_ROWS_LANDED = 1
 BARRIER_NORMALISED = 2
-BARRIER_ROWS_LANDED = 3
 
 
 class SplitK:
@@ -74,10 +73,8 @@ class SplitK:
             {
                 "weights": (self.ring * CHUNK_BYTES, 1024),
                 **regions,
-                "bar_full": (self.ring * 8, 8),
-                "bar_empty": (self.ring * 8, 8),
-                "bar_squares": (8, 8),
-                "bar_sums": (8, 8),
+                # mbarriers: a full one per slot, squares, sums, an empty one per slot
+                "bars": (2 * self.ring * 8 + 16, 8),
             }
         )
         self.pieces = -(-self.half_k // 256)  # of 16 bytes per lane and row
@@ -126,22 +123,27 @@ class SplitK:
 
         pointers = self.shared.allocate()
         shared = {name: shared_address(pointer) for name, pointer in pointers.items()}
-        bar_full, bar_empty = shared["bar_full"], shared["bar_empty"]
+        shared["bar_squares"] = shared["bars"] + 8 * self.ring
+        shared["bar_sums"] = shared["bar_squares"] + 8
+        shared["bar_empty"] = shared["bar_sums"] + 8
         if warp == WARPS:
-            with cute.arch.elect_one():
+            with cute.arch.elect_one():  # by all lanes it would take 2,000 clocks
                 cpasync.prefetch_descriptor(atom)
                 for slot in cutlass.range_constexpr(self.ring):
-                    ptx.mbarrier_init(bar_full + 8 * slot, 1)
-                    ptx.mbarrier_init(bar_empty + 8 * slot, WARPS)
+                    ptx.mbarrier_init(shared["bars"] + 8 * slot, 1)
+                    ptx.mbarrier_init(shared["bar_empty"] + 8 * slot, WARPS)
                 ptx.mbarrier_init(shared["bar_squares"], 1)
                 ptx.mbarrier_init(shared["bar_sums"], 1)
                 ptx.mbarrier_init_fence()
-                ptx.mbarrier_expect(
-                    shared["bar_squares"], CLUSTER * 4 * (own + others) + 2 * self.half_k
-                )
-                ptx.mbarrier_expect(shared["bar_sums"], own * 512)
-                for slot in cutlass.range_constexpr(self.ring):
-                    ptx.mbarrier_expect(bar_full + 8 * slot, CHUNK_BYTES)
+            ptx.warp_sync()
+            # Expected bytes, one barrier per lane (the initialisation would be a loop over the lanes)
+            nbytes = Int32(CHUNK_BYTES)
+            if lane == self.ring:
+                nbytes = CLUSTER * 4 * (own + others) + 2 * self.half_k
+            if lane == self.ring + 1:
+                nbytes = own * 512
+            if lane < self.ring + 2:
+                ptx.mbarrier_expect(shared["bars"] + 8 * lane, nbytes)
             ptx.warp_sync()
             ptx.cluster_arrive_relaxed()
             ptx.grid_wait()
@@ -154,7 +156,7 @@ class SplitK:
                 cute.recast_ptr(pointers["weights"], cute.make_swizzle(3, 4, 3), dtype=BFloat16),
                 layout,
             )
-            bars = cute.recast_ptr(pointers["bar_full"], dtype=Uint64)
+            bars = cute.recast_ptr(pointers["bars"], dtype=Uint64)
             tiles_of_head = cute.local_tile(coordinates, (8, 2, 8, CHUNK), (0, 0, None, None))
             target, source = cpasync.tma_partition(
                 atom,
@@ -173,18 +175,18 @@ class SplitK:
                     2 * self.half_k,
                     shared["bar_squares"],
                 )
-            for chunk in cutlass.range_constexpr(EARLY_CHUNKS):
-                self.copy_chunk(atom, source, target, bars, part, chunk)
-            ptx.named_barrier_arrive(BARRIER_INITIALISED, THREADS)
+            policy = ptx.evict_first_policy()
+            for chunk in cutlass.range_constexpr(EARLY_CHUNKS[self.tile]):
+                self.copy_chunk(atom, source, target, bars, policy, part, chunk)
             ptx.named_barrier_sync(BARRIER_ROWS_LANDED, THREADS)
-            for chunk in cutlass.range_constexpr(EARLY_CHUNKS, self.ring):
-                self.copy_chunk(atom, source, target, bars, part, chunk)
+            for chunk in cutlass.range_constexpr(EARLY_CHUNKS[self.tile], self.ring):
+                self.copy_chunk(atom, source, target, bars, policy, part, chunk)
             for chunk in cutlass.range_constexpr(self.ring, self.chunks):
                 slot = chunk % self.ring
-                ptx.mbarrier_wait(bar_empty + 8 * slot, chunk // self.ring - 1)
+                ptx.mbarrier_wait(shared["bar_empty"] + 8 * slot, chunk // self.ring - 1)
                 with cute.arch.elect_one():
-                    ptx.mbarrier_expect(bar_full + 8 * slot, CHUNK_BYTES)
-                self.copy_chunk(atom, source, target, bars, part, chunk)
+                    ptx.mbarrier_expect(shared["bars"] + 8 * slot, CHUNK_BYTES)
+                self.copy_chunk(atom, source, target, bars, policy, part, chunk)
             cta = (head * tiles + tile) * CLUSTER + part
             for row in range(cta, arguments.batch, CLUSTER * tiles * heads):
                 insert_key(arguments, row, layer, inside, lane)
@@ -192,21 +194,31 @@ class SplitK:
             ptx.cluster_arrive_relaxed()
             ptx.cluster_wait()
         else:
-            ptx.cluster_arrive_relaxed()
             ptx.grid_wait()
+            rows = (own_row, peer_row, own, others)
+            x = self.load_rows(arguments, part, rows, warp, lane)
+            ptx.cluster_arrive_relaxed()
             raw_weights = self.load_head_weights(arguments, own_row, head, warp)
-            self.normalise(arguments, shared, part, own_row, peer_row, own, others, warp, lane)
-            accumulator = self.multiply(shared, warp, lane)
+            ptx.cluster_wait()  # both CTAs' barriers are initialised
+            norms = self.reciprocal_norms(arguments, shared, x, part, rows, warp, lane)
+            accumulator = [Float32(0)] * (self.tile // 2)
+            # The tensor cores start on the first piece while the others are normalised.
+            self.store_normalised(shared, x, norms, warp, lane, 0, 1)
+            accumulator = self.multiply(accumulator, shared, warp, lane, 0, FIRST_CHUNKS)
+            self.store_normalised(shared, x, norms, warp, lane, 1, self.pieces)
+            accumulator = self.multiply(accumulator, shared, warp, lane, FIRST_CHUNKS, self.chunks)
+            accumulator = ptx.wgmma_wait(accumulator, 0)
             self.exchange(accumulator, shared, part, own, others, warp, lane)
             self.finish(arguments, shared, raw_weights, own_row, own, head, heads, warp, lane)
 
-    def copy_chunk(self, atom, source, target, bars, part, chunk):
+    def copy_chunk(self, atom, source, target, bars, policy, part, chunk):
         slot = chunk % self.ring
         cute.copy(
             atom,
             source[None, part * self.chunks + chunk],
             target[None, slot],
             tma_bar_ptr=bars + slot,
+            cache_policy=policy,
         )
 
     @cute.jit
@@ -218,44 +230,47 @@ class SplitK:
             for i in range(self.tile // 2 // WARPS)
         ]
 
-    @cute.jit
-    def normalise(self, arguments, shared, part, own_row, peer_row, own, others, warp, lane):
-        """RMSNorm of this CTA's half of K into `y`, swizzled: the own rows first, the peer's from tile / 2."""
-        y, squares, bar_squares = shared["y"], shared["squares"], shared["bar_squares"]
-        passes = self.tile // WARPS
-        half = self.tile // 2
+    def local_row(self, p, part, rows, warp):
+        """Pass `p` of this warp: (index among its CTA's rows, finishing CTA, its first row, how many rows it has)."""
+        own_row, peer_row, own, others = rows
+        if WARPS * p < self.tile // 2:
+            return WARPS * p + warp, part, own_row, own
+        return WARPS * p - self.tile // 2 + warp, part ^ 1, peer_row, others
+
+    def load_rows(self, arguments, part, rows, warp, lane):
+        """This CTA's half of K of the tile's rows, one row per warp and pass: packed words [pass][piece][4]."""
         x = []
-        for p in cutlass.range_constexpr(passes):
-            is_peer = WARPS * p >= half
-            local = WARPS * p - (half if is_peer else 0) + warp
-            first, count = (peer_row, others) if is_peer else (own_row, own)
-            present = Int32(local < count)
+        for p in range(self.tile // WARPS):
+            local, _, first, count = self.local_row(p, part, rows, warp)
             source = arguments.projected + Int64(first + local) * arguments.projected_pitch
             source = source + part * (2 * self.half_k) + lane * 16
-            pieces = []
-            for i in cutlass.range_constexpr(self.pieces):
-                there = present
-                if cutlass.const_expr(
-                    (i + 1) * 256 > self.half_k
-                ):  # the last piece of K = 1280: half a warp
-                    there = present & Int32(lane < (self.half_k - i * 256) // 8)
-                pieces.append(ptx.load_global_16b_if(source + 512 * i, there))
-            x.append(pieces)
-        ptx.named_barrier_sync(BARRIER_INITIALISED, THREADS)
-        ptx.cluster_wait()  # the peer's barriers are initialised too
+            x.append(
+                [
+                    ptx.load_global_16b_if(
+                        source + 512 * i, Int32((local < count) & self.in_half(lane + 32 * i, i))
+                    )
+                    for i in range(self.pieces)
+                ]
+            )
+        return x
 
-        # Each row's sum of squares over this half, to both CTAs: squares[half of K][finishing CTA][row]
-        for p in cutlass.range_constexpr(passes):
-            is_peer = WARPS * p >= half
-            local = WARPS * p - (half if is_peer else 0) + warp
+    def in_half(self, column, piece):
+        """Whether a group of 8 columns lies in this half of K: always, but in the last piece of K = 1280."""
+        return True if (piece + 1) * 256 <= self.half_k else column < self.half_k // 8
+
+    @cute.jit
+    def reciprocal_norms(self, arguments, shared, x, part, rows, warp, lane):
+        """rsqrt(mean square + eps) of each pass's row, from this CTA's half of K and the peer's."""
+        half, squares, bar_squares = self.tile // 2, shared["squares"], shared["bar_squares"]
+        for p in cutlass.range_constexpr(self.tile // WARPS):
+            local, owner, _, count = self.local_row(p, part, rows, warp)
             total = Float32(0)
-            for i in cutlass.range_constexpr(self.pieces):
-                for word in x[p][i]:
+            for piece in x[p]:
+                for word in piece:
                     total = ptx.sum_squares(word, total)
             for distance in (16, 8, 4, 2, 1):
                 total = ptx.lane_add(total, distance)
-            owner = part ^ 1 if is_peer else part
-            if (lane < CLUSTER) & (local < (others if is_peer else own)):
+            if (lane < CLUSTER) & (local < count):  # to both CTAs: squares[half of K][finishing CTA][row]
                 slot = squares + ((part * CLUSTER + owner) * half + local) * 4
                 ptx.store_cluster_async(
                     ptx.peer_address(slot, lane),
@@ -264,53 +279,59 @@ class SplitK:
                 )
         ptx.named_barrier_arrive(BARRIER_ROWS_LANDED, THREADS)
         ptx.mbarrier_wait(bar_squares, 0, "cluster")
-
-        rr = []
-        for p in cutlass.range_constexpr(passes):
-            is_peer = WARPS * p >= half
-            local = WARPS * p - (half if is_peer else 0) + warp
-            slot = squares + ((part ^ 1 if is_peer else part) * half + local) * 4
+        norms = []
+        for p in cutlass.range_constexpr(self.tile // WARPS):
+            local, owner, _, _ = self.local_row(p, part, rows, warp)
+            slot = squares + (owner * half + local) * 4
             total = ptx.load_shared_f32(slot) + ptx.load_shared_f32(slot + CLUSTER * half * 4)
-            rr.append(ptx.reciprocal_sqrt(total * Float32(1 / self.k) + arguments.eps))
-        for i in cutlass.range_constexpr(self.pieces):
-            piece = lane + 32 * i
-            g = ptx.load_shared_16b(shared["gamma"] + piece * 16)
-            target = y + (piece >> 3) * (self.tile * 128)
-            for p in cutlass.range_constexpr(passes):
-                words = [ptx.norm_pair(x[p][i][e], g[e], rr[p]) for e in range(4)]
+            norms.append(ptx.reciprocal_sqrt(total * Float32(1 / self.k) + arguments.eps))
+        return norms
+
+    @cute.jit
+    def store_normalised(self, shared, x, norms, warp, lane, first, last):
+        """bf16((x * rr) * gamma) of pieces `first` to `last` - 1 into y, swizzled, ready for wgmma."""
+        for i in cutlass.range_constexpr(first, last):
+            column = lane + 32 * i  # in groups of 8
+            gamma = ptx.load_shared_16b(shared["gamma"] + column * 16)
+            target = shared["y"] + (column >> 3) * (self.tile * 128)
+            for p in cutlass.range_constexpr(self.tile // WARPS):
+                words = [ptx.norm_pair(x[p][i][e], gamma[e], norms[p]) for e in range(4)]
                 row = WARPS * p + warp
-                address = target + row * 128 + (((piece & 7) ^ (row & 7)) << 4)
-                if cutlass.const_expr((i + 1) * 256 > self.half_k):
-                    if piece < self.half_k // 8:
-                        ptx.store_shared_16b(address, words)
-                else:
+                address = target + row * 128 + (((column & 7) ^ (row & 7)) << 4)
+                if cutlass.const_expr((i + 1) * 256 <= self.half_k):
                     ptx.store_shared_16b(address, words)
+                else:
+                    if self.in_half(column, i):
+                        ptx.store_shared_16b(address, words)
         ptx.fence_async_shared()
         ptx.named_barrier_sync(BARRIER_NORMALISED, 32 * WARPS)
 
     @cute.jit
-    def multiply(self, shared, warp, lane):
-        """Accumulator of 64 head rows (by warpgroup) and all batch rows of the tile, over this CTA's half of K."""
-        accumulator = [Float32(0)] * (self.tile // 2)
-        y, bar_full, bar_empty = shared["y"], shared["bar_full"], shared["bar_empty"]
+    def multiply(self, accumulator, shared, warp, lane, first, last):
+        """Starts chunks `first` to `last` - 1: accumulator[64 head rows of this warpgroup, tile] += weights y^T.
+
+        The last of them still runs on return.
+        """
         weights = shared["weights"] + (warp >> 2) * (CHUNK_BYTES // 2)
-        for chunk in cutlass.range_constexpr(self.chunks):
+        for chunk in cutlass.range_constexpr(first, last):
             slot = chunk % self.ring
-            ptx.mbarrier_wait(bar_full + 8 * slot, (chunk // self.ring) & 1)
+            ptx.mbarrier_wait(shared["bars"] + 8 * slot, (chunk // self.ring) & 1)
             accumulator = ptx.wgmma_64xnx64(
                 accumulator,
                 ptx.swizzled_descriptor(weights + slot * CHUNK_BYTES),
-                ptx.swizzled_descriptor(y + chunk * (self.tile * 128)),
+                ptx.swizzled_descriptor(shared["y"] + chunk * (self.tile * 128)),
                 self.tile,
             )
             if cutlass.const_expr(chunk > 0):
                 accumulator = ptx.wgmma_wait(accumulator, 1)  # the chunk before is done
-                if cutlass.const_expr(chunk == LAST_REUSED_CHUNK + 1):
-                    ptx.cluster_arrive_release()
+                if cutlass.const_expr(chunk == FIRST_CHUNKS):
+                    # The peer may now write into the first chunks of y.  Nothing is published by this: a release
+                    # would only add a fence of the whole GPU.
+                    ptx.cluster_arrive_relaxed()
                 if cutlass.const_expr(chunk - 1 + self.ring < self.chunks):
                     if lane == 0:
-                        ptx.mbarrier_arrive(bar_empty + 8 * ((chunk - 1) % self.ring))
-        return ptx.wgmma_wait(accumulator, 0)
+                        ptx.mbarrier_arrive(shared["bar_empty"] + 8 * ((chunk - 1) % self.ring))
+        return accumulator
 
     def sums(self, shared):
         """Where the partial sums lie, f32 [row][128]: the peer's of the own rows, and the own ones."""
@@ -328,17 +349,21 @@ class SplitK:
         bar_peer = ptx.peer_address(bar_sums, part ^ 1)
         half = self.tile // 2
         ptx.cluster_wait()  # both CTAs are past LAST_REUSED_CHUNK
-        for n in cutlass.range_constexpr(self.tile // 8):
+        for n in cutlass.range_constexpr(half // 8):  # the peer's rows first: they have the longer way
             for h in cutlass.range_constexpr(2):
-                low, high = accumulator[4 * n + h], accumulator[4 * n + 2 + h]
-                if cutlass.const_expr(8 * n >= half):
-                    row = 8 * n - half + 2 * quad + h
-                    if row < others:
-                        ptx.store_cluster_async_f32x2(peer + row * 512, low, high, bar_peer)
-                else:
-                    row = 8 * n + 2 * quad + h
-                    if row < own:
-                        ptx.store_shared_f32x2(kept + row * 512 + column * 4, low, high)
+                row = 8 * n + 2 * quad + h
+                i = 4 * (n + half // 8) + h
+                if row < others:
+                    ptx.store_cluster_async_f32x2(
+                        peer + row * 512, accumulator[i], accumulator[i + 2], bar_peer
+                    )
+        for n in cutlass.range_constexpr(half // 8):
+            for h in cutlass.range_constexpr(2):
+                row = 8 * n + 2 * quad + h
+                i = 4 * n + h
+                ptx.store_shared_f32x2(
+                    kept + row * 512 + column * 4, accumulator[i], accumulator[i + 2]
+                )
         ptx.named_barrier_sync(BARRIER_NORMALISED, 32 * WARPS)
         ptx.mbarrier_wait(bar_sums, 0, "cluster")
 
@@ -346,30 +371,38 @@ class SplitK:
     def finish(self, arguments, shared, raw_weights, own_row, own, head, heads, warp, lane):
         """Adds both halves of K and quantises: one row per warp, 4 of the head's columns per lane."""
         received, kept = self.sums(shared)
-        for i in cutlass.range_constexpr(self.tile // 2 // WARPS):
+        count = self.tile // 2 // WARPS
+        values, amax = [], []
+        for i in cutlass.range_constexpr(count):  # rows past `own` are computed too, and not stored
             local = warp + WARPS * i
-            if local < own:
-                offset = (local * 128 + ((4 * lane) ^ (((local >> 1) & 3) << 3))) * 4
-                theirs = ptx.load_shared_f32x4(received + offset)
-                ours = ptx.load_shared_f32x4(kept + offset)
-                values = [ptx.round_bf16(theirs[e] + ours[e]) for e in range(4)]
-                amax = largest(values)
-                index = Int64(own_row + local) * heads + head
-                if (arguments.flags & FLAG_MXFP4) != 0:
-                    exponent, inverse = fp4_scale(group_max(amax))
-                    ptx.store_global_u16(
-                        arguments.query + index * 64 + lane * 2, fp4_word(values, inverse)
-                    )
+            offset = (local * 128 + ((4 * lane) ^ (((local >> 1) & 3) << 3))) * 4
+            theirs = ptx.load_shared_f32x4(received + offset)
+            ours = ptx.load_shared_f32x4(kept + offset)
+            values.append([ptx.round_bf16(theirs[e] + ours[e]) for e in range(4)])
+            amax.append(largest(values[i]))
+        if (arguments.flags & FLAG_MXFP4) != 0:
+            scales = [fp4_scale(group_max(amax[i])) for i in range(count)]
+            for i in cutlass.range_constexpr(count):
+                index = Int64(own_row + warp + WARPS * i) * heads + head
+                exponent, inverse = scales[i]
+                if warp + WARPS * i < own:
+                    word = fp4_word(values[i], inverse)
+                    ptx.store_global_u16(arguments.query + index * 64 + lane * 2, word)
                     if lane % 8 == 0:
-                        ptx.store_global_u8(arguments.query_scale + index * 4 + lane // 8, exponent)
+                        scale_byte = arguments.query_scale + index * 4 + lane // 8
+                        ptx.store_global_u8(scale_byte, exponent)
                     if lane == 0:
                         store_weight(arguments, index, raw_weights[i], Float32(1))
-                else:
-                    scale, inverse = fp8_scale(
-                        ptx.max_u32(ptx.warp_max_u32(amax), Uint32(FP8_QUERY_FLOOR))
-                    )
-                    ptx.store_global_u32(
-                        arguments.query + index * 128 + lane * 4, fp8_word(values, inverse)
-                    )
+        else:
+            floor = Uint32(FP8_QUERY_FLOOR)
+            scales = [
+                fp8_scale(ptx.max_u32(ptx.warp_max_u32(amax[i]), floor)) for i in range(count)
+            ]
+            for i in cutlass.range_constexpr(count):
+                index = Int64(own_row + warp + WARPS * i) * heads + head
+                scale, inverse = scales[i]
+                if warp + WARPS * i < own:
+                    word = fp8_word(values[i], inverse)
+                    ptx.store_global_u32(arguments.query + index * 128 + lane * 4, word)
                     if lane == 0:
                         store_weight(arguments, index, raw_weights[i], ptx.float_of(scale))

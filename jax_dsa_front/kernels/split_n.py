@@ -38,14 +38,20 @@ COPIES = 8  # of 4 rows each
 # Weights whose copies start before the activations have arrived, in pairs of copies; x behind the whole stream takes
 # 3-7 k clocks instead of 1 k.
 EARLY_PAIRS = 2
+CHAINS = 4  # independent accumulators per 16 rows
 SUM_PITCH = (
     36  # floats per batch row of the partial sums: 4 more than the rows, free of bank conflicts
 )
 
+# mbarriers: one per pair of copies, then
+BAR_GAMMA = COPIES // 2
+BAR_PEAKS = BAR_GAMMA + 1
+BARS = BAR_PEAKS + 1
+
 # Named barriers
-BARRIER_SQUARES = 1
-BARRIER_ROWS_LANDED = 3
-BARRIER_SUMS = 4
+BARRIER_ROWS_LANDED = 1
+BARRIER_SQUARES = 2
+BARRIER_SUMS = 3
 
 
 class SplitN:
@@ -67,9 +73,7 @@ class SplitN:
                 "gamma": (2 * k, 128),
                 "squares": (WARPS * TILE * 4, 128),  # f32 [warp][batch row]
                 "peaks": (CLUSTER * TILE * 4, 128),  # bits of an amplitude [CTA][batch row]
-                "bar_weights": (COPIES // 2 * 8, 8),  # one per pair of copies
-                "bar_gamma": (8, 8),
-                "bar_peaks": (8, 8),
+                "bars": (BARS * 8, 8),
             }
         )
 
@@ -104,34 +108,37 @@ class SplitN:
 
     @cute.jit
     def produce(self, arguments, shared, part, head, heads, tile, rows, lane):
-        weights, bar_weights = shared["weights"], shared["bar_weights"]
-        bar_gamma, bar_peaks = shared["bar_gamma"], shared["bar_peaks"]
+        weights, bars = shared["weights"], shared["bars"]
         with cute.arch.elect_one():
-            for pair in cutlass.range_constexpr(COPIES // 2):
-                ptx.mbarrier_init(bar_weights + 8 * pair, 1)
-            ptx.mbarrier_init(bar_gamma, 1)
-            ptx.mbarrier_init(bar_peaks, 1)
+            for bar in cutlass.range_constexpr(BARS):
+                ptx.mbarrier_init(bars + 8 * bar, 1)
             ptx.mbarrier_init_fence()
-            ptx.mbarrier_expect(bar_peaks, CLUSTER * 4 * rows)
-            ptx.mbarrier_expect(bar_gamma, 2 * self.k)
-            for pair in cutlass.range_constexpr(COPIES // 2):
-                ptx.mbarrier_expect(bar_weights + 8 * pair, 2 * self.copy_bytes)
         ptx.warp_sync()
-        ptx.cluster_arrive_relaxed()
+        # Expected bytes, one barrier per lane (the initialisation would be a loop over the lanes)
+        nbytes = Int32(2 * self.copy_bytes)
+        if lane == BAR_GAMMA:
+            nbytes = Int32(2 * self.k)
+        if lane == BAR_PEAKS:
+            nbytes = CLUSTER * 4 * rows
+        if lane < BARS:
+            ptx.mbarrier_expect(bars + 8 * lane, nbytes)
+        ptx.warp_sync()
         ptx.grid_wait()
         layer, inside = chosen_layer(arguments)
         first_row = layer * arguments.wq_b_layer_rows + head * 128 + part * ROWS
         source = arguments.wq_b + Int64(first_row) * (2 * self.k)
+        policy = ptx.evict_first_policy()
         with cute.arch.elect_one():
             q_norm = arguments.q_norm + Int64(layer) * arguments.q_norm_layer_stride
-            ptx.bulk_copy(shared["gamma"], q_norm, 2 * self.k, bar_gamma)
+            ptx.bulk_copy(shared["gamma"], q_norm, 2 * self.k, bars + 8 * BAR_GAMMA)
             for pair in cutlass.range_constexpr(EARLY_PAIRS):
-                self.copy_pair(weights, source, bar_weights, pair)
+                self.copy_pair(weights, source, bars, policy, pair)
+        ptx.cluster_arrive_relaxed()
         ptx.named_barrier_arrive(BARRIER_SQUARES, THREADS)
         ptx.named_barrier_sync(BARRIER_ROWS_LANDED, THREADS)
         with cute.arch.elect_one():
             for pair in cutlass.range_constexpr(EARLY_PAIRS, COPIES // 2):
-                self.copy_pair(weights, source, bar_weights, pair)
+                self.copy_pair(weights, source, bars, policy, pair)
         _, _, tiles = cute.arch.grid_dim()
         for row in range(
             (tile * heads + head) * CLUSTER + part, arguments.batch, CLUSTER * heads * tiles
@@ -139,30 +146,31 @@ class SplitN:
             insert_key(arguments, row, layer, inside, lane)
         ptx.cluster_wait()
 
-    def copy_pair(self, weights, source, bar_weights, pair):
+    def copy_pair(self, weights, source, bars, policy, pair):
         for odd in (0, 1):
             ptx.bulk_copy(
                 weights + pair * self.pair_bytes + odd * (self.copy_bytes + 64),
                 source + (2 * pair + odd) * self.copy_bytes,
                 self.copy_bytes,
-                bar_weights + 8 * pair,
+                bars + 8 * pair,
+                policy,
             )
 
     @cute.jit
     def compute(self, arguments, shared, part, head, heads, row0, rows, warp, lane):
         weights, sums, gamma, squares = (shared[n] for n in ("weights", "sums", "gamma", "squares"))
-        bar_weights = shared["bar_weights"]
+        bars = shared["bars"]
         steps = self.k // WARPS // 32  # of 32 columns per warp
         group, quad = lane >> 2, lane & 3
         columns = (
             warp * (self.k // WARPS * 2) + quad * 16
         )  # byte offset of this lane's first 8 columns
-        ptx.cluster_arrive_relaxed()
         ptx.grid_wait()
         # Lanes of absent rows repeat the last one: their columns of the product are never used.
         row = Int64(row0 + cutlass.min(group, rows - 1))
         source = arguments.projected + row * arguments.projected_pitch + columns
         x = [ptx.load_global_16b(source + 64 * step) for step in range(steps)]
+        ptx.cluster_arrive_relaxed()
         raw_weight = load_head_weight(
             arguments, row0 + cutlass.min(warp, rows - 1), first_head(arguments) + head
         )
@@ -181,7 +189,7 @@ class SplitN:
         for i in cutlass.range_constexpr(WARPS):
             total = total + ptx.load_shared_f32(squares + (i * TILE + group) * 4)
         rr = ptx.reciprocal_sqrt(total * Float32(1 / self.k) + arguments.eps)
-        ptx.mbarrier_wait(shared["bar_gamma"], 0)
+        ptx.mbarrier_wait(bars + 8 * BAR_GAMMA, 0)
         y = []
         for step in cutlass.range_constexpr(steps):
             g = ptx.load_shared_16b(gamma + columns + 64 * step)
@@ -195,18 +203,26 @@ class SplitN:
         for half in cutlass.range_constexpr(
             2
         ):  # 16 rows: one of 8 from each of two pairs of copies
-            accumulator = [Float32(0)] * 4
+            # Several accumulators, because one would be a chain of dependent mma of 33 clocks each
+            accumulators = [[Float32(0)] * 4 for _ in range(CHAINS)]
             base = lane_weights + 2 * half * self.pair_bytes
-            ptx.mbarrier_wait(bar_weights + 16 * half, 0)
+            ptx.mbarrier_wait(bars + 16 * half, 0)
             if cutlass.const_expr(half == 1):  # read what is there while the last copies arrive
                 upper = [ptx.load_shared_16b(base + 64 * step) for step in range(steps)]
-            ptx.mbarrier_wait(bar_weights + 16 * half + 8, 0)
+            ptx.mbarrier_wait(bars + 16 * half + 8, 0)
             for step in cutlass.range_constexpr(steps):
                 u = upper[step] if half == 1 else ptx.load_shared_16b(base + 64 * step)
                 v = ptx.load_shared_16b(base + self.pair_bytes + 64 * step)
-                accumulator = ptx.mma_16x8x16(accumulator, (u[0], v[0], u[1], v[1]), y[step][:2])
-                accumulator = ptx.mma_16x8x16(accumulator, (u[2], v[2], u[3], v[3]), y[step][2:])
-            partial.append(accumulator)
+                for i in cutlass.range_constexpr(2):
+                    a = (u[2 * i], v[2 * i], u[2 * i + 1], v[2 * i + 1])
+                    chain = (2 * step + i) % CHAINS
+                    accumulators[chain] = ptx.mma_16x8x16(
+                        accumulators[chain], a, y[step][2 * i : 2 * i + 2]
+                    )
+            total = accumulators[0]
+            for other in accumulators[1:]:
+                total = [total[e] + other[e] for e in range(4)]
+            partial.append(total)
 
         column = 4 * (group & 1) + (group >> 1)  # of the head, as the copies lie
         target = sums + ((warp * TILE + 2 * quad) * SUM_PITCH + column) * 4
@@ -223,7 +239,8 @@ class SplitN:
     @cute.jit
     def finish(self, arguments, shared, raw_weight, part, head, heads, row0, rows, warp, lane):
         """Adds the partial sums and quantises: one batch row per warp, one of the head's columns per lane."""
-        sums, peaks, bar_peaks = shared["sums"], shared["peaks"], shared["bar_peaks"]
+        sums, peaks = shared["sums"], shared["peaks"]
+        bar_peaks = shared["bars"] + 8 * BAR_PEAKS
         if warp < rows:
             source = sums + (warp * SUM_PITCH + lane) * 4
             s = [ptx.load_shared_f32(source + i * (TILE * SUM_PITCH * 4)) for i in range(WARPS)]
