@@ -1,12 +1,12 @@
 """Bare kernel launches, timed the way docs/performance.md reports them.
 
-A CUDA graph of 128 launches that rotates over 16 different `wq_b` (201 MB at H = 32, K = 1536, so that L2 is cold), no
-PDL; the figure is microseconds per launch, the median of 15 replays.  Everything that is compared is timed in one run,
-because machines and runs differ by 7-10 %.
-"""
+A CUDA graph of 128 launches that rotates over 16 different `wq_b` (201 MB at H = 32, K = 1536, so
+that L2 is cold), no PDL; the figure is microseconds per launch, the median of 15 replays.
+Everything that is compared is timed in one run, because machines and runs differ by 7-10 %."""
 
 import ctypes
 import statistics
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,33 +16,7 @@ from jax_dsa_front import _runtime
 
 LAUNCHES, REPLAYS = 128, 15
 
-# The same grid, cluster and shared memory as a kernel for one head per cluster of 4, which only brings the weights in:
-# 8 contiguous copies of 12 KB per CTA.
-FLOOR_SOURCE = r"""
-extern "C" __global__ void __launch_bounds__(288, 2) floor_copy(const unsigned char* source, unsigned* sink) {
-  extern __shared__ __align__(128) unsigned char shared[];
-  __shared__ unsigned long long bar;
-  const unsigned bytes = 12288, copies = 8;
-  const unsigned bar_address = (unsigned)__cvta_generic_to_shared(&bar);
-  const unsigned target = (unsigned)__cvta_generic_to_shared(shared);
-  if (threadIdx.x == 0) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(bar_address) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar_address), "r"(bytes * copies));
-    const unsigned char* mine = source + (unsigned long long)(blockIdx.y * 4 + blockIdx.x) * bytes * copies;
-    for (unsigned i = 0; i < copies; ++i)
-      asm volatile(
-          "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-              target + i * bytes),
-          "l"(mine + i * bytes), "r"(bytes), "r"(bar_address)
-          : "memory");
-  }
-  __syncthreads();
-  asm volatile("{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0; @!p bra WAIT; }" ::"r"(
-      bar_address) : "memory");
-  if (sink && threadIdx.x == 999) *sink = shared[0];
-}
-"""
+FLOOR_SOURCE = Path(__file__).with_name("floor.cu")
 
 
 class FrontParams(ctypes.Structure):
@@ -79,12 +53,12 @@ class FrontParams(ctypes.Structure):
         ("page_size", ctypes.c_int32),
         ("key_norm_weight_layer_stride", ctypes.c_int32),
         ("key_norm_bias_layer_stride", ctypes.c_int32),
+        ("rows", ctypes.c_void_p),
         ("head_start_limit", ctypes.c_int32),
     )
 
 
 FORMAT_FLAGS = {"fp8": 0, "mxfp8": 8, "mxfp4": 16}
-SLOTS_64 = 1
 
 
 def check(result):
@@ -137,7 +111,7 @@ class Graphs:
         """Launches of the floor kernel over the rotating weights (H = 32, K = 1536)."""
         from cuda.bindings import nvrtc
 
-        program = check(nvrtc.nvrtcCreateProgram(FLOOR_SOURCE.encode(), b"floor.cu", 0, [], []))
+        program = check(nvrtc.nvrtcCreateProgram(FLOOR_SOURCE.read_bytes(), b"floor.cu", 0, [], []))
         check(nvrtc.nvrtcCompileProgram(program, 1, [b"--gpu-architecture=sm_90a"]))
         image = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
         check(nvrtc.nvrtcGetCUBIN(program, image))
@@ -190,21 +164,35 @@ class Front:
         self.query_scale = jnp.zeros((batch, heads), jnp.uint32)
         self.head_weights = jnp.zeros((batch, heads), jnp.bfloat16)
         self.weights = weights
-        arrays = (self.projected, self.q_norm, self.key_norm, self.cache, self.slots, self.query, self.query_scale,
-                  self.head_weights)  # fmt: skip
-        jax.block_until_ready(arrays)
-        p = int(self.projected.unsafe_buffer_pointer())
-        norm = int(self.key_norm.unsafe_buffer_pointer())
+        buffers = {
+            "projected": self.projected,
+            "q_norm": self.q_norm,
+            "key_norm_weight": self.key_norm,
+            "cache": self.cache,
+            "slots": self.slots,
+            "query": self.query,
+            "query_scale": self.query_scale,
+            "weights": self.head_weights,
+            "rows": jnp.zeros((batch, k), jnp.bfloat16),
+        }
+        self.buffers = jax.block_until_ready(buffers)
+        pointers = {name: int(array.unsafe_buffer_pointer()) for name, array in buffers.items()}
         self.params = FrontParams(
-            projected=p, q_norm=int(self.q_norm.unsafe_buffer_pointer()), key_norm_weight=norm,
-            key_norm_bias=norm + 512, cache=int(self.cache.unsafe_buffer_pointer()),
-            slots=int(self.slots.unsafe_buffer_pointer()), key=p + 2 * k, head_weights=p + 2 * (k + 128),
-            query=int(self.query.unsafe_buffer_pointer()), query_scale=int(self.query_scale.unsafe_buffer_pointer()),
-            weights=int(self.head_weights.unsafe_buffer_pointer()), num_slots=pages * page_size,
-            projected_pitch=2 * width, key_pitch=2 * width, head_weights_pitch=2 * width, page_size=page_size,
-            batch=batch, flags=FORMAT_FLAGS[cache_format], eps=1e-6, key_eps=1e-6,
+            **pointers,
+            key_norm_bias=pointers["key_norm_weight"] + 512,
+            key=pointers["projected"] + 2 * k,
+            head_weights=pointers["projected"] + 2 * (k + 128),
+            num_slots=pages * page_size,
+            projected_pitch=2 * width,
+            key_pitch=2 * width,
+            head_weights_pitch=2 * width,
+            page_size=page_size,
+            batch=batch,
+            flags=FORMAT_FLAGS[cache_format],
+            eps=1e-6,
+            key_eps=1e-6,
             weight_scale=(heads * 128) ** -0.5,
-        )  # fmt: skip
+        )
         self.message = ctypes.create_string_buffer(1024)
 
     def launch(self, i):

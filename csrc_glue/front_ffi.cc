@@ -111,7 +111,7 @@ ffi::Error Execute(CUstream stream, int32_t device, ffi::AnyBuffer projected, ff
                     head_weights.dimensions().size() == 2 && slots.dimensions().size() == 1,
                 "projected, key and head_weights must have rank 2 and slots rank 1");
   check.Require(traced.size() == size_t((traced_mask & 1) + ((traced_mask >> 1) & 1)), "traced operands are missing");
-  check.Require(more.size() == (mxfp4 ? 1 : 0), "query_scale must be there for mxfp4 alone");
+  check.Require(more.size() == (mxfp4 ? 2 : 1), "results must end with query_scale, for mxfp4 alone, and the scratch");
   if (!check.ok()) return check.error();
 
   // Stacks and shapes
@@ -147,6 +147,9 @@ ffi::Error Execute(CUstream stream, int32_t device, ffi::AnyBuffer projected, ff
                     Tail(key_norm_bias, bias_stack) == std::vector<int64_t>{kHeadDim},
                 "key_norm_weight and key_norm_bias must have shape ([L,] 128)");
   check.Require(cache_dims[2] == (mxfp4 ? 68 : 132), "cache rows must have 132 bytes, or 68 for mxfp4");
+  auto scratch = more.get<ffi::AnyBuffer>(more.size() - 1);
+  check.Require(scratch.has_value(), "the scratch cannot be decoded");
+  if (check.ok()) check.Shape("scratch", **scratch, ffi::BF16, {batch, k});
   if (mxfp4) {
     check.Shape("query", *query, ffi::U8, {batch, heads, kHeadDim / 2});
     auto scale = more.get<ffi::AnyBuffer>(0);
@@ -161,8 +164,9 @@ ffi::Error Execute(CUstream stream, int32_t device, ffi::AnyBuffer projected, ff
   check.Require(key_offset >= 0 && key_offset + kHeadDim <= key_width, "key_offset + 128 must lie within key");
   check.Require(heads > 0 && num_heads >= heads && head_start >= 0 && head_start <= num_heads - heads,
                 "head_start must lie between 0 and num_heads - H");
-  check.Require(weight_offset >= 0 && int64_t{weight_offset} + num_heads <= weight_width,
-                "weight_offset + num_heads must lie within head_weights");
+  const int64_t heads_read = (traced_mask & 2) ? num_heads : head_start + heads;  // traced: any shard's
+  check.Require(weight_offset >= 0 && weight_offset + heads_read <= weight_width,
+                "weight_offset + head_start + H must lie within head_weights");
   check.Require((layers == 0 && layer == 0) || (layer >= 0 && layer < layers), "layer must lie within the stack");
   check.Require(!(traced_mask & 1) || layers > 0, "layer without a stacked operand");
   check.Require(cache.untyped_data() == cache_out->untyped_data(), "the cache must be aliased to its result");
@@ -183,6 +187,7 @@ ffi::Error Execute(CUstream stream, int32_t device, ffi::AnyBuffer projected, ff
   check.Aligned("key_norm_bias", key_norm_bias.untyped_data(), 16);
   check.Aligned("cache", cache.untyped_data(), 4);
   check.Aligned("query", query->untyped_data(), 4);
+  check.Aligned("scratch", (*scratch)->untyped_data(), 16);
   if (!check.ok()) return check.error();
 
   FrontParams params{};
@@ -199,6 +204,7 @@ ffi::Error Execute(CUstream stream, int32_t device, ffi::AnyBuffer projected, ff
   params.query = query->untyped_data();
   params.weights = weights->untyped_data();
   if (mxfp4) params.query_scale = (*more.get<ffi::AnyBuffer>(0))->untyped_data();
+  params.rows = (*scratch)->untyped_data();
   size_t next = 0;
   for (int bit = 0; bit < 2; ++bit) {
     if (!((traced_mask >> bit) & 1)) continue;
@@ -273,7 +279,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxDsaFrontExecute, jax_dsa_front::Execute,
                                   .Ret<xla::ffi::AnyBuffer>()  // query
                                   .Ret<xla::ffi::AnyBuffer>()  // weights
                                   .Ret<xla::ffi::AnyBuffer>()  // cache
-                                  .RemainingRets()             // query_scale
+                                  .RemainingRets()             // query_scale (mxfp4), scratch
                                   .Attr<int32_t>("key_offset")
                                   .Attr<int32_t>("weight_offset")
                                   .Attr<float>("eps")

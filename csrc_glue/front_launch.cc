@@ -1,6 +1,8 @@
 #include "front_launch.h"
 
 #include <cstring>
+#include <initializer_list>
+#include <vector>
 
 namespace jax_dsa_front {
 namespace {
@@ -15,12 +17,22 @@ int64_t Tiles(const Kernel& kernel, int32_t batch) { return (int64_t{batch} + ke
 
 // The first kernel whose grid runs in one wave, else the last: a second wave costs more than a larger tile.
 const Kernel& ChooseKernel(const KernelSet& set, int32_t batch, int32_t heads) {
-  for (int32_t i = 0; i + 1 < set.count; ++i) {
+  const Kernel* last = nullptr;
+  for (int32_t i = 0; i < set.count; ++i) {
     const Kernel& kernel = set.kernels[i];
+    if (kernel.schedule == kRowNorm) continue;
     const bool in_range = kernel.max_batch == 0 || batch <= kernel.max_batch;
     if (in_range && Tiles(kernel, batch) * heads <= kernel.clusters_per_wave) return kernel;
+    last = &kernel;
   }
-  return set.kernels[set.count - 1];
+  return *last;
+}
+
+const Kernel* FindRowNorm(const KernelSet& set) {
+  for (int32_t i = 0; i < set.count; ++i) {
+    if (set.kernels[i].schedule == kRowNorm) return &set.kernels[i];
+  }
+  return nullptr;
 }
 
 // wq_b as bf16 [rows, k] in boxes of 64 columns and 128 rows.  Rows 16 c + 2 i + h are addressed as (i, h, c), so that
@@ -36,6 +48,62 @@ CUresult EncodeWeights(const Driver& driver, const FrontParams& params, int32_t 
                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
+// The normalised rows as bf16 [batch, k] in boxes of 64 columns and half a tile of rows, zeros past the batch.
+CUresult EncodeRows(const Driver& driver, const FrontParams& params, int32_t k, int32_t tile, CUtensorMap* map) {
+  const cuuint64_t extents[2] = {cuuint64_t(k), cuuint64_t(params.batch)};
+  const cuuint64_t strides[1] = {cuuint64_t(k) * 2};
+  const cuuint32_t box[2] = {64, cuuint32_t(tile / 2)};
+  const cuuint32_t unit[2] = {1, 1};
+  return driver.encode_tiled(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, params.rows, extents, strides, box, unit,
+                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+struct Grid {
+  unsigned x, y, z;
+};
+
+// `maps` come before the members of `p` in the kernel's parameter list.
+CUresult Launch(const Driver& driver, const Kernel& kernel, Grid grid, std::initializer_list<CUtensorMap*> maps,
+                FrontParams& p, CUstream stream, bool overlap_previous) {
+  std::vector<void*> arguments(maps.begin(), maps.end());
+  for (void* member : std::initializer_list<void*>{
+      &p.projected, &p.q_norm, &p.wq_b, &p.layer, &p.projected_pitch, &p.batch, &p.num_layers, &p.flags,
+      &p.q_norm_layer_stride, &p.wq_b_layer_rows, &p.eps, &p.key_eps, &p.weight_scale, &p.head_weights_pitch,
+      &p.head_weights, &p.head_start, &p.query, &p.query_scale, &p.weights, &p.key, &p.key_norm_weight,
+      &p.key_norm_bias, &p.cache, &p.slots, &p.num_slots, &p.cache_layer_stride, &p.key_pitch, &p.page_size,
+      &p.key_norm_weight_layer_stride, &p.key_norm_bias_layer_stride, &p.rows, &p.head_start_limit}) {
+    arguments.push_back(member);
+  }
+  CUlaunchAttribute attributes[2] = {};
+  unsigned count = 0;
+  if (kernel.cluster > 1) {
+    CUlaunchAttribute& attribute = attributes[count++];
+    attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+    attribute.value.clusterDim.x = kernel.cluster;
+    attribute.value.clusterDim.y = 1;
+    attribute.value.clusterDim.z = 1;
+  }
+  if (overlap_previous) {
+    CUlaunchAttribute& attribute = attributes[count++];
+    attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    attribute.value.programmaticStreamSerializationAllowed = 1;
+  }
+  CUlaunchConfig config{};
+  config.gridDimX = grid.x;
+  config.gridDimY = grid.y;
+  config.gridDimZ = grid.z;
+  config.blockDimX = kernel.threads;
+  config.blockDimY = 1;
+  config.blockDimZ = 1;
+  config.sharedMemBytes = kernel.shared_bytes;
+  config.hStream = stream;
+  config.attrs = attributes;
+  config.numAttrs = count;
+  // A CUkernel stands for the function in the stream's own context.
+  return driver.launch(&config, reinterpret_cast<CUfunction>(kernel.handle), arguments.data(), nullptr);
+}
+
 }  // namespace
 
 std::string LaunchFront(const KernelSet& set, FrontParams& params, int32_t heads, int64_t wq_b_rows, CUstream stream) {
@@ -46,50 +114,28 @@ std::string LaunchFront(const KernelSet& set, FrontParams& params, int32_t heads
     return "the kernel takes at most 65535 heads and 65535 batch tiles of " + std::to_string(kernel.tile) + " rows, got " +
            std::to_string(heads) + " heads and a batch of " + std::to_string(params.batch);
   }
-
-  alignas(64) CUtensorMap weights_map;
-  void* arguments[32];
-  int count = 0;
-  CUlaunchConfig config{};
-  config.gridDimX = kernel.cluster;
-  if (kernel.needs_tensor_map) {
-    const CUresult status = EncodeWeights(driver, params, set.k, wq_b_rows, &weights_map);
-    if (status != CUDA_SUCCESS) return DriverError(driver, status, "cuTensorMapEncodeTiled");
-    arguments[count++] = &weights_map;
-    config.gridDimY = tiles;
-    config.gridDimZ = heads;
+  const unsigned c = kernel.cluster, h = heads, t = tiles;
+  CUresult status;
+  if (kernel.schedule == kSplitN) {
+    status = Launch(driver, kernel, {c, h, t}, {}, params, stream, false);
+    return status == CUDA_SUCCESS ? "" : DriverError(driver, status, "cuLaunchKernelEx");
+  }
+  alignas(64) CUtensorMap weights_map, rows_map;
+  status = EncodeWeights(driver, params, set.k, wq_b_rows, &weights_map);
+  if (status == CUDA_SUCCESS && kernel.schedule == kSplitKRows) {
+    status = EncodeRows(driver, params, set.k, kernel.tile, &rows_map);
+  }
+  if (status != CUDA_SUCCESS) return DriverError(driver, status, "cuTensorMapEncodeTiled");
+  if (kernel.schedule == kSplitK) {
+    status = Launch(driver, kernel, {c, t, h}, {&weights_map}, params, stream, false);
   } else {
-    config.gridDimY = heads;
-    config.gridDimZ = tiles;
+    // The first launch waits for everything before it; the second may begin while the first runs, and nothing else can.
+    const unsigned rows = params.batch;
+    status = Launch(driver, *FindRowNorm(set), {rows, 1, 1}, {}, params, stream, false);
+    if (status == CUDA_SUCCESS) {
+      status = Launch(driver, kernel, {c, t, h}, {&weights_map, &rows_map}, params, stream, true);
+    }
   }
-  FrontParams& p = params;
-  for (void* argument :
-       {(void*)&p.projected, (void*)&p.q_norm, (void*)&p.wq_b, (void*)&p.layer, (void*)&p.projected_pitch,
-        (void*)&p.batch, (void*)&p.num_layers, (void*)&p.flags, (void*)&p.q_norm_layer_stride,
-        (void*)&p.wq_b_layer_rows, (void*)&p.eps, (void*)&p.key_eps, (void*)&p.weight_scale,
-        (void*)&p.head_weights_pitch, (void*)&p.head_weights, (void*)&p.head_start, (void*)&p.query,
-        (void*)&p.query_scale, (void*)&p.weights, (void*)&p.key, (void*)&p.key_norm_weight,
-        (void*)&p.key_norm_bias, (void*)&p.cache, (void*)&p.slots, (void*)&p.num_slots,
-        (void*)&p.cache_layer_stride, (void*)&p.key_pitch, (void*)&p.page_size,
-        (void*)&p.key_norm_weight_layer_stride, (void*)&p.key_norm_bias_layer_stride,
-        (void*)&p.head_start_limit}) {
-    arguments[count++] = argument;
-  }
-
-  CUlaunchAttribute cluster{};
-  cluster.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-  cluster.value.clusterDim.x = kernel.cluster;
-  cluster.value.clusterDim.y = 1;
-  cluster.value.clusterDim.z = 1;
-  config.blockDimX = kernel.threads;
-  config.blockDimY = 1;
-  config.blockDimZ = 1;
-  config.sharedMemBytes = kernel.shared_bytes;
-  config.hStream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  // A CUkernel stands for the function in the stream's own context.
-  const CUresult status = driver.launch(&config, reinterpret_cast<CUfunction>(kernel.handle), arguments, nullptr);
   return status == CUDA_SUCCESS ? "" : DriverError(driver, status, "cuLaunchKernelEx");
 }
 

@@ -11,7 +11,7 @@
 
 namespace jax_dsa_front {
 
-// Enqueues one launch on `stream` and nothing else, so it may run while the stream is being captured.
+// Enqueues one or two launches on `stream` and nothing else, so it may run while the stream is being captured.
 // `wq_b_rows`: all rows that lie at params.wq_b, over all layers.  Returns a sentence on failure, else "".
 std::string LaunchFront(const KernelSet& set, FrontParams& params, int32_t heads, int64_t wq_b_rows, CUstream stream);
 

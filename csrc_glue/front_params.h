@@ -49,6 +49,7 @@ struct FrontParams {
   int32_t page_size;
   int32_t key_norm_weight_layer_stride;
   int32_t key_norm_bias_layer_stride;
+  void* rows;                   // scratch: bf16 [B, K]
   int32_t head_start_limit;     // largest valid head_start
 };
 

@@ -9,11 +9,18 @@
 
 namespace jax_dsa_front {
 
+// How a kernel is launched; mirrored by `SCHEDULES` in _runtime.py. See kernels/ for what they do.
+enum Schedule : int32_t {
+  kSplitN = 0,      // grid (cluster, heads, tiles)
+  kSplitK = 1,      // grid (cluster, tiles, heads), a tensor map of wq_b first
+  kSplitKRows = 2,  // the same with a second tensor map of the rows, behind a launch of kRowNorm
+  kRowNorm = 3,     // grid (batch); never on its own
+};
+
 // Mirrored by `_Kernel` in _runtime.py.
 struct Kernel {
   CUkernel handle;
-  int32_t needs_tensor_map;   // 1: the first parameter is a tensor map of wq_b, and the grid is (cluster, tiles, heads)
-                              // 0: the grid is (cluster, heads, tiles)
+  int32_t schedule;
   int32_t tile;               // batch rows per cluster
   int32_t max_batch;          // not used above it; 0: no limit
   int32_t threads;
@@ -22,7 +29,8 @@ struct Kernel {
   int32_t clusters_per_wave;  // how many clusters the device holds at once
 };
 
-// The kernels of one device and one K, in order of preference; immutable once published, never freed.
+// The kernels of one device and one K, in order of preference, a kRowNorm behind those that need it; immutable once
+// published, never freed.
 struct KernelSet {
   int32_t k;
   int32_t count;

@@ -4,6 +4,7 @@ import inspect
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 from jax_dsa_front import _checks, _primitive, _runtime
@@ -27,6 +28,9 @@ class IndexFront(NamedTuple):
     query_scale: jax.Array | None
     weights: jax.Array
     cache: jax.Array
+
+
+jax.export.register_namedtuple_serialization(IndexFront, serialized_name="jax_dsa_front.IndexFront")
 
 
 def index_front(
@@ -76,8 +80,8 @@ def index_front(
                      donate it (or carry it through a loop) and it is updated in place
     slots            int32 or int64 [B]: the token slot of each row's key, page = slot // page_size;
                      a slot that is negative or past the end stores nothing
-    layer            which layer of the stacked operands: an int, or an integer scalar on the device.
-                     Needed as soon as one is stacked. Pass stacks whole, slicing copies them. An
+    layer            which layer of the stacked operands: an int, or an integer scalar array.
+                     Needed as soon as one is stacked. Pass stacks whole: slicing copies them. An
                      array out of range reads the nearest layer and stores nothing
     key              bfloat16 [B, >= key_offset + 128], default `projected`
     head_weights     bfloat16 or float32 [B, >= weight_offset + H], default `projected`

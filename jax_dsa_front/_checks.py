@@ -3,13 +3,13 @@
 They look at shapes, dtypes and Python values only, never into a JAX array.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_dsa_front import _rules
 from jax_dsa_front._config import (
     ARRAYS,
     HEAD_DIM,
@@ -36,7 +36,6 @@ SHAPES = {  # by rank
     "block_table": {2: "(B, N)"},
     "context_lens": {1: "(B,)"},
 }
-CONCRETE = (jax.Array, np.ndarray)  # tracers are jax.Arrays
 INTEGERS = ("int32", "int64")
 FLOATS = ("bfloat16", "float32")
 MAX_PAGE_SIZE = 2**25  # the position of a four-byte word in its page is an int32
@@ -59,11 +58,11 @@ def front_arguments(
     name_of_format = cache_format(arguments["cache_format"])
     _arrays(arrays, abstract, row=ROW_BYTES[name_of_format])
     for name in ("projected", "q_norm", "wq_b", "key"):
-        _dtype(name, arrays[name], "bfloat16")
+        _rules.dtype(name, arrays[name], "bfloat16")
     for name in ("key_norm_weight", "key_norm_bias"):
-        _dtype(name, arrays[name], "float32")
-    _dtype("head_weights", arrays["head_weights"], *FLOATS)
-    _dtype("slots", arrays["slots"], *INTEGERS)
+        _rules.dtype(name, arrays[name], "float32")
+    _rules.dtype("head_weights", arrays["head_weights"], *FLOATS)
+    _rules.dtype("slots", arrays["slots"], *INTEGERS)
 
     heads, latent = _heads_and_latent(arrays["wq_b"].shape)
     batch, width = arrays["projected"].shape
@@ -71,19 +70,23 @@ def front_arguments(
         raise ValueError(
             f"projected must have at least K = wq_b.shape[-1] = {latent} columns, got {width}"
         )
-    _width("q_norm", arrays["q_norm"], latent, "K = wq_b.shape[-1]")
-    _width("key_norm_weight", arrays["key_norm_weight"], HEAD_DIM, "the width of a key")
-    _width("key_norm_bias", arrays["key_norm_bias"], HEAD_DIM, "the width of a key")
+    _rules.width("q_norm", arrays["q_norm"], latent, "K = wq_b.shape[-1]")
+    _rules.width("key_norm_weight", arrays["key_norm_weight"], HEAD_DIM, "the width of a key")
+    _rules.width("key_norm_bias", arrays["key_norm_bias"], HEAD_DIM, "the width of a key")
     _cache(arrays["cache"], name_of_format)
     for name in ("slots", "key", "head_weights"):
-        _rows(name, arrays[name], batch, "projected")
+        _rules.rows(name, arrays[name], batch, "projected")
 
-    key_offset = _integer("key_offset", arguments["key_offset"], 0)
+    key_offset = _rules.integer("key_offset", arguments["key_offset"], 0)
     _fits("key_offset", key_offset, "128", HEAD_DIM, "key", arrays["key"])
     num_heads = arguments["num_heads"]
-    num_heads = _integer("num_heads", heads if num_heads is None else num_heads, heads, MAX_HEADS)
-    first_head, head_start_operand = _index("head_start", arguments["head_start"], num_heads - heads + 1)
-    weight_offset = _integer("weight_offset", arguments["weight_offset"], 0)
+    num_heads = _rules.integer(
+        "num_heads", heads if num_heads is None else num_heads, heads, MAX_HEADS
+    )
+    first_head, head_start_operand = _rules.index(
+        "head_start", arguments["head_start"], num_heads - heads + 1
+    )
+    weight_offset = _rules.integer("weight_offset", arguments["weight_offset"], 0)
     if first_head is None:  # traced: any shard's
         used, columns = "num_heads", num_heads
     else:
@@ -98,14 +101,14 @@ def front_arguments(
     config = FrontConfig(
         key_offset=key_offset,
         weight_offset=weight_offset,
-        eps=_positive_float("eps", arguments["eps"]),
-        key_eps=_positive_float("key_eps", arguments["key_eps"]),
+        eps=_rules.positive_float("eps", arguments["eps"]),
+        key_eps=_rules.positive_float("key_eps", arguments["key_eps"]),
         cache_format=name_of_format,
         weights_dtype=_weights_dtype(arguments["weights_dtype"]),
         num_heads=num_heads,
         head_start=first_head,
         layer=own_layer,
-        weight_scale=_positive_float("weight_scale", weight_scale),
+        weight_scale=_rules.positive_float("weight_scale", weight_scale),
         implementation=_implementation(arguments["implementation"]),
         has_layer_operand=layer_operand is not None,
         has_head_start_operand=head_start_operand is not None,
@@ -119,8 +122,8 @@ def reader_arguments(cache: Any, slots: Any, layer: Any, format_name: str) -> tu
     """Checks one `read_keys` call; returns slots and layer as operands."""
     _arrays({"cache": cache}, row=ROW_BYTES[cache_format(format_name)])
     _cache(cache, format_name)
-    _array("slots", slots)
-    _dtype("slots", slots, *INTEGERS)
+    _rules.array("slots", slots)
+    _rules.dtype("slots", slots, *INTEGERS)
     return _narrow("slots", slots, cache), _reader_layer(layer, cache)
 
 
@@ -142,13 +145,13 @@ def scorer_arguments(
         )
     _arrays(arrays, row=ROW_BYTES[format_name], columns=columns)
     query, cache = arrays["query"], arrays["cache"]
-    _dtype("query", query, "uint8" if four_bit else "float8_e4m3fn")
-    _dtype("weights", arrays["weights"], *FLOATS)
-    _width("query", query, columns, f"the packed width of a head in {format_name}")
+    _rules.dtype("query", query, "uint8" if four_bit else "float8_e4m3fn")
+    _rules.dtype("weights", arrays["weights"], *FLOATS)
+    _rules.width("query", query, columns, f"the packed width of a head in {format_name}")
     _cache(cache, format_name)
     for name in ("block_table", "context_lens"):
-        _dtype(name, arrays[name], *INTEGERS)
-        _rows(name, arrays[name], query.shape[0], "query")
+        _rules.dtype(name, arrays[name], *INTEGERS)
+        _rules.rows(name, arrays[name], query.shape[0], "query")
     for name in ("weights", "query_scale") if four_bit else ("weights",):
         if arrays[name].shape != query.shape[:2]:
             raise ValueError(
@@ -156,56 +159,22 @@ def scorer_arguments(
                 f"got {arrays[name].shape}"
             )
     if four_bit:
-        _dtype("query_scale", query_scale, "uint32")
+        _rules.dtype("query_scale", query_scale, "uint32")
     return _narrow("block_table", arrays["block_table"], cache), _reader_layer(layer, cache)
 
 
 def cache_format(value: Any) -> str:
     """The name of a known cache format."""
-    return _choice("cache_format", value, ROW_BYTES)
-
-
-def positive_int(name: str, value: Any) -> int:
-    """A Python or NumPy int of at least 1."""
-    return _integer(name, value, 1)
-
-
-def _choice(name: str, value: Any, known: Iterable[str]) -> str:
-    if not isinstance(value, str) or value not in known:
-        names = ", ".join(f'"{x}"' for x in known)
-        raise ValueError(f"{name} must be one of {names}, got {value!r}")
-    return value
-
-
-def _array(name: str, value: Any, abstract: bool = False) -> None:
-    if not (isinstance(value, CONCRETE) or (abstract and isinstance(value, jax.ShapeDtypeStruct))):
-        raise TypeError(f"{name} must be a JAX or NumPy array, got {type(value).__name__}")
+    return _rules.choice("cache_format", value, ROW_BYTES)
 
 
 def _arrays(arrays: dict[str, Any], abstract: bool = False, **sizes: int) -> None:
     """Types and ranks."""
     for name, value in arrays.items():
-        _array(name, value, abstract)
+        _rules.array(name, value, abstract)
         if len(value.shape) not in SHAPES[name]:
             expected = " or ".join(SHAPES[name].values()).format(**sizes)
             raise ValueError(f"{name} must have shape {expected}, got {value.shape}")
-
-
-def _dtype(name: str, value: Any, *allowed: str) -> None:
-    if value.dtype.name not in allowed:
-        raise TypeError(f"{name} must have dtype {' or '.join(allowed)}, got {value.dtype.name}")
-
-
-def _width(name: str, value: Any, expected: int, meaning: str) -> None:
-    if value.shape[-1] != expected:
-        raise ValueError(
-            f"{name} must be {expected} wide ({meaning}) in its last axis, got {value.shape}"
-        )
-
-
-def _rows(name: str, value: Any, batch: Any, other: str) -> None:
-    if value.shape[0] != batch:
-        raise ValueError(f"{name} must have as many rows as {other} ({batch}), got {value.shape}")
 
 
 def _fits(offset: str, first: int, used: str, columns: int, name: str, array: Any) -> None:
@@ -227,9 +196,9 @@ def _heads_and_latent(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _cache(cache: Any, format_name: str) -> None:
-    _dtype("cache", cache, "uint8")
+    _rules.dtype("cache", cache, "uint8")
     row = ROW_BYTES[format_name]
-    _width("cache", cache, row, f"bytes per token of cache_format={format_name!r}")
+    _rules.width("cache", cache, row, f"bytes per token of cache_format={format_name!r}")
     pages, page_size = cache.shape[-3:-1]
     if not (1 <= pages <= MAX_PAGES and 1 <= page_size <= MAX_PAGE_SIZE):
         raise ValueError(
@@ -238,35 +207,16 @@ def _cache(cache: Any, format_name: str) -> None:
         )
 
 
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} must be a Python int, got {type(value).__name__}")
-    if value < low or (high is not None and value > high):
-        rule = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ValueError(f"{name} must be {rule}, got {value}")
-    return int(value)
-
-
-def _positive_float(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (float, int, np.floating, np.integer)):
-        raise TypeError(f"{name} must be a Python float, got {type(value).__name__}")
-    with np.errstate(over="ignore", under="ignore"):
-        rounded = np.float32(value)
-    if not (np.isfinite(rounded) and rounded > 0):
-        raise ValueError(f"{name} must be positive and finite in float32, got {value}")
-    return float(value)
-
-
 def _weights_dtype(value: Any) -> str:
     try:
         name = "None" if value is None else jnp.dtype(value).name
     except TypeError:
         name = repr(value)
-    return _choice("weights_dtype", name, WEIGHTS_DTYPES)
+    return _rules.choice("weights_dtype", name, WEIGHTS_DTYPES)
 
 
 def _implementation(value: Any) -> str | None:
-    return None if value is None else _choice("implementation", value, IMPLEMENTATIONS)
+    return None if value is None else _rules.choice("implementation", value, IMPLEMENTATIONS)
 
 
 def _stack_length(stackable: dict[str, Any]) -> dict[str, int]:
@@ -289,37 +239,12 @@ def _layer(layer: Any, stacked: dict[str, int]) -> tuple[int | None, Any]:
         raise ValueError(
             f"layer is required because of stacked {', '.join(stacked)} (L = {length}), got None"
         )
-    return _index("layer", layer, length)
+    return _rules.index("layer", layer, length)
 
 
 def _reader_layer(layer: Any, cache: Any) -> Any:
     static, operand = _layer(layer, _stack_length({"cache": cache}))
     return operand if static is None else np.int32(static)
-
-
-def _index(name: str, value: Any, size: int) -> tuple[int | None, Any]:
-    """An int in [0, size) as it is, or an integer scalar array as an int32 operand."""
-    if isinstance(value, (bool, int, np.generic)):
-        return _integer(name, value, 0, size - 1), None
-    if not isinstance(value, (*CONCRETE, jax.ShapeDtypeStruct)):
-        raise TypeError(f"{name} must be an int or an integer scalar, got {type(value).__name__}")
-    if not jnp.issubdtype(value.dtype, np.integer):
-        raise TypeError(f"{name} must have an integer dtype, got {value.dtype.name}")
-    if value.shape != ():
-        raise ValueError(f"{name} must be a scalar, got shape {value.shape}")
-    return None, _int32_index(value, size)
-
-
-def _int32_index(value: Any, size: int) -> Any:
-    """The scalar as int32; what 32 bits cannot hold stays out of [0, size) on its side."""
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((), np.int32)
-    if isinstance(value, np.ndarray):
-        return np.int32(min(max(int(value), -1), size))
-    if value.dtype.itemsize < 4 or value.dtype == np.int32:
-        return value.astype(np.int32)
-    low = 0 if jnp.issubdtype(value.dtype, np.unsignedinteger) else -1
-    return jnp.clip(value, low, size).astype(np.int32)
 
 
 def _narrow(name: str, indices: Any, cache: Any) -> Any:

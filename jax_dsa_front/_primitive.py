@@ -10,16 +10,21 @@ lowering, because only then the platform is known.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import jax
+import jax.export
 import numpy as np
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
 from jax_dsa_front import _runtime, _variants
 from jax_dsa_front._config import ROW_BYTES, FrontConfig
 from jax_dsa_front._reference import reference_front
+
+if TYPE_CHECKING:
+    from jax.extend.core import Primitive
+else:  # the same class; importing jax.extend takes longer than the rest of this package
+    Primitive = type(jax.lax.add_p)
 
 TARGET = _runtime.TARGET
 PROJECTED, WQ_B, CACHE = 0, 2, 5  # operand positions
@@ -92,14 +97,12 @@ def _obstacle(latent: int, pitch: int, local: tuple[str, ...]) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def export_safety_checks() -> list["jax.export.DisabledSafetyCheck"]:
+def export_safety_checks() -> list[jax.export.DisabledSafetyCheck]:
     """What `jax.export.export(..., disabled_checks=...)` needs for programs lowered for CUDA.
 
     JAX exports custom calls only on request. Ours may be: its attributes name no kernel, and its
     target name carries a version that changes with the meaning of operands or attributes.
     """
-    import jax.export
-
     return [jax.export.DisabledSafetyCheck.custom_call(TARGET)]
 
 
@@ -111,6 +114,12 @@ def _abstract_eval(*avals: Any, config: FrontConfig) -> list[Any]:
 @functools.lru_cache(maxsize=1024)
 def _result_avals(config: FrontConfig, avals: tuple[Any, ...]) -> tuple[Any, ...]:
     """Shapes, dtypes and mesh axes of the results: whatever the jnp form has for such operands."""
+    for aval in avals:
+        if any(axis is not None for axis in aval.sharding.spec):
+            raise NotImplementedError(
+                f"index_front does not partition itself, but got an operand {aval.str_short()} on "
+                "explicit mesh axes: call it inside jax.shard_map, where every operand is local"
+            )
     return tuple(jax.make_jaxpr(functools.partial(_jnp_form, config))(*avals).out_avals)
 
 
@@ -133,8 +142,12 @@ def _cuda_lowering(ctx: mlir.LoweringRuleContext, *operands: Any, config: FrontC
         return _lower_jnp_form(ctx, operands, config, cuda=True)
     traced = config.has_layer_operand + 2 * config.has_head_start_operand
     rule = jax.ffi.ffi_lowering(TARGET, operand_output_aliases={CACHE: CACHE_RESULT})
-    return rule(
-        ctx,
+    # One more result than the primitive has: scratch for the normalised rows, which the handler
+    # uses where it takes two launches.
+    batch, latent = ctx.avals_in[PROJECTED].shape[0], ctx.avals_in[WQ_B].shape[-1]
+    scratch = jax.core.ShapedArray((batch, latent), ctx.avals_in[WQ_B].dtype)
+    *results, _ = rule(
+        ctx.replace(avals_out=[*ctx.avals_out, scratch]),
         *operands,
         key_offset=np.int32(config.key_offset),
         weight_offset=np.int32(config.weight_offset),
@@ -147,6 +160,7 @@ def _cuda_lowering(ctx: mlir.LoweringRuleContext, *operands: Any, config: FrontC
         layer=np.int32(config.layer or 0),
         traced=np.int32(traced),
     )
+    return results
 
 
 def _not_differentiable(*_: Any, **__: Any) -> NoReturn:

@@ -4,7 +4,9 @@ Axes: B rows (tokens), P packed columns, K query latent, H heads, L layers, 128 
 
 Everything is fp32 except where a bfloat16 or FP8 rounding is written out. Those roundings are
 pinned: XLA is free to drop a narrowing that is widened again, and on GPUs it does. Hence
-`lax.reduce_precision` for bfloat16 and a barrier behind the FP8 cast.
+`lax.reduce_precision` for bfloat16 and a barrier behind the FP8 cast. XLA's GPU code divides
+inexactly, so no scale depends on a quotient: `amax / 448` and `amax * (1 / 448)` have the same
+`pow2_ceil` for every bfloat16 amax (and so for 6), and a power of two is inverted by its bits.
 
 Subnormal numbers: the floors below the maxima keep every scale and every quotient of FP8 normal,
 and the MXFP4 codes are taken from integers where an element is subnormal, so the quantisers are
@@ -30,7 +32,7 @@ EXPONENT_NAN = 0xFF
 
 
 class Fp8(NamedTuple):
-    """`codes` uint8 [..., 128] (e4m3fn bits), `scale` f32 [...], NaN where a value was not finite."""
+    """`codes` uint8 [..., 128] (e4m3fn bits), `scale` f32 [...]; NaN if a value is not finite."""
 
     codes: jax.Array
     scale: jax.Array
@@ -52,6 +54,12 @@ def pow2_ceil(x: jax.Array) -> jax.Array:
     """The smallest power of two >= x, for positive normal f32."""
     bits = lax.bitcast_convert_type(x, jnp.uint32) + jnp.uint32(0x7FFFFF)
     return lax.bitcast_convert_type(bits & jnp.uint32(0x7F800000), jnp.float32)
+
+
+def pow2_inverse(scale: jax.Array) -> jax.Array:
+    """1 / scale, for an f32 power of two in 2**-126 .. 2**126."""
+    bits = lax.bitcast_convert_type(scale, jnp.uint32)
+    return lax.bitcast_convert_type(jnp.uint32(254 << 23) - bits, jnp.float32)
 
 
 def rms_norm(x: jax.Array, gamma: jax.Array, eps: float) -> jax.Array:
@@ -79,9 +87,9 @@ def quantize_fp8(values: jax.Array, floor: float) -> Fp8:
     finite = jnp.all(jnp.isfinite(values), axis=-1, keepdims=True)
     values = jnp.where(finite, values, 0.0)
     amax = jnp.max(jnp.abs(values), axis=-1, keepdims=True)
-    scale = pow2_ceil(jnp.maximum(amax, jnp.float32(floor)) / E4M3_MAX)
+    scale = pow2_ceil(jnp.maximum(amax, jnp.float32(floor)) * jnp.float32(1 / E4M3_MAX))
     # JAX casts overflow to NaN, hardware saturates. The barrier keeps the narrowing on GPUs.
-    clipped = jnp.clip(values / scale, -E4M3_MAX, E4M3_MAX)
+    clipped = jnp.clip(values * pow2_inverse(scale), -E4M3_MAX, E4M3_MAX)
     codes = lax.optimization_barrier(clipped.astype(jnp.float8_e4m3fn))
     codes = lax.bitcast_convert_type(codes, jnp.uint8)
     codes = jnp.where(finite, codes, jnp.uint8(E4M3_NAN))
@@ -99,7 +107,8 @@ def quantize_mxfp4(values: jax.Array) -> Mxfp4:
     finite = jnp.all(jnp.isfinite(groups), axis=-1, keepdims=True)
     groups = jnp.where(finite, groups, 0.0)
     amax = jnp.max(jnp.abs(groups), axis=-1, keepdims=True)
-    scale = pow2_ceil(jnp.maximum(amax, jnp.float32(6 * 2.0**-126)) / E2M1_MAX)
+    floor = jnp.float32(E2M1_MAX * 2.0**-126)
+    scale = pow2_ceil(jnp.maximum(amax, floor) * jnp.float32(1 / E2M1_MAX))
     exponent = lax.bitcast_convert_type(scale, jnp.uint32) >> 23
     codes = _e2m1(groups, exponent).reshape(*values.shape[:-1], HEAD_DIM // 2, 2)
     packed = codes[..., 0] | (codes[..., 1] << 4)
@@ -114,9 +123,9 @@ def _e2m1(values: jax.Array, exponent: jax.Array) -> jax.Array:
     """
     bits = lax.bitcast_convert_type(values, jnp.uint32)
     magnitude = bits & jnp.uint32(0x7FFFFFFF)
-    inverse = lax.bitcast_convert_type((jnp.uint32(254) - exponent) << 23, jnp.float32)
+    inverse = pow2_inverse(lax.bitcast_convert_type(exponent << 23, jnp.float32))
     # A subnormal is its bits times 2**-149. Taken as an integer it survives flushing to zero; the
-    # product of the two powers of two is built from bits as well (0 where it is too small to count).
+    # product of both powers of two is built from bits as well (0 where it is too small to count).
     tiny_inverse = jnp.maximum(105 - exponent.astype(jnp.int32), 0) << 23
     subnormal = magnitude.astype(jnp.float32) * lax.bitcast_convert_type(tiny_inverse, jnp.float32)
     scaled = lax.bitcast_convert_type(magnitude, jnp.float32) * inverse
@@ -150,11 +159,10 @@ def reference_front(
     """
     projected, q_norm, wq_b, key_norm_weight, key_norm_bias = operands[:5]
     cache, slots, key, head_weights, *scalars = operands[5:]
-    layer = scalars.pop(0) if config.has_layer_operand else config.layer
-    head_start = scalars.pop(0) if config.has_head_start_operand else config.head_start
-    assert head_start is not None
-    ranks = STACKABLE.values()
-    layers = max(x.shape[0] if x.ndim > rank else 1 for x, rank in zip(operands[1:6], ranks))
+    layer = scalars.pop(0) if config.has_layer_operand else config.layer or 0
+    head_start = scalars.pop(0) if config.has_head_start_operand else config.head_start or 0
+    stacked = zip(operands[1:6], STACKABLE.values(), strict=True)
+    layers = max(x.shape[0] if x.ndim > rank else 1 for x, rank in stacked)
     own_layer = _clamp(layer, layers)
 
     def of_layer(operand: jax.Array, rank: int) -> jax.Array:
@@ -181,7 +189,7 @@ def reference_front(
     if config.cache_format == "mxfp4":
         query4, key4 = quantize_mxfp4(values), quantize_mxfp4(normed_key)
         query, folded = query4.codes, own_weights
-        query_scale = (lax.bitcast_convert_type(query4.exponents, jnp.uint32),)
+        query_scale = (_scoring.join_bytes(query4.exponents),)
         cached = jnp.concatenate([key4.codes, key4.exponents], axis=-1)
     else:
         query8, key8 = quantize_fp8(values, QUERY_FLOOR), quantize_fp8(normed_key, KEY_FLOOR)
@@ -218,8 +226,6 @@ def _as_row(vector: jax.Array) -> jax.Array:
     return vector.astype(jnp.float32)[None, :]
 
 
-def _clamp(index: jax.Array | int | None, size: int) -> jax.Array | int:
-    """The index in [0, size - 1]; None counts as 0."""
-    if isinstance(index, jax.Array):
-        return jnp.clip(index, 0, size - 1)
-    return min(max(index or 0, 0), size - 1)
+def _clamp(index: jax.Array | int, size: int) -> jax.Array | int:
+    """The index in [0, size - 1]; an int has been checked."""
+    return index if isinstance(index, int) else jnp.clip(index, 0, size - 1)

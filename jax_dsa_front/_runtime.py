@@ -1,14 +1,14 @@
 """The handler library and the cubins at run time: cuda-python loads, C++ launches.
 
-Importing this module opens the small handler library and nothing else: no driver, no CUDA package, no backend.  XLA's
-INITIALIZE stage asks `_load` for the kernels of a device and a K the first time that they are needed there, also in a
-process that only runs programs lowered elsewhere.
-"""
+Importing this module opens the small handler library and nothing else: no driver, no CUDA package,
+no backend.  XLA's INITIALIZE stage asks `_load` for the kernels of a device and a K the first time
+that they are needed there, also in a process that only runs programs lowered elsewhere."""
 
 import atexit
 import ctypes
 import functools
 import hashlib
+import importlib
 import threading
 import traceback
 from pathlib import Path
@@ -21,7 +21,12 @@ from jax_dsa_front import _variants
 
 LIBRARY = Path(__file__).parent / "libjax_dsa_front.so"
 TARGET = "jax_dsa_front.index_front.v1"
-MINIMUM_DRIVER = 12040  # cuKernelGetFunction and clusters work from 12.0 on; the cubins are written for CUDA 12 drivers
+MINIMUM_DRIVER = (
+    12040  # as cuDriverGetVersion counts: CUDA 12.4, whose XLA records custom calls into graphs
+)
+
+
+SCHEDULES = ("split_n", "split_k", "split_k_rows", "row_norm")  # as in csrc_glue/kernel_table.h
 
 
 class _Kernel(ctypes.Structure):
@@ -29,7 +34,7 @@ class _Kernel(ctypes.Structure):
 
     _fields_ = (
         ("handle", ctypes.c_void_p),
-        ("needs_tensor_map", ctypes.c_int32),
+        ("schedule", ctypes.c_int32),
         ("tile", ctypes.c_int32),
         ("max_batch", ctypes.c_int32),
         ("threads", ctypes.c_int32),
@@ -39,7 +44,7 @@ class _Kernel(ctypes.Structure):
     )
 
 
-class KernelUnavailable(RuntimeError):
+class KernelUnavailableError(RuntimeError):
     """One sentence why a kernel cannot be loaded on this machine."""
 
 
@@ -51,11 +56,12 @@ _libraries: dict[
 ] = {}  # name of a variant -> CUlibrary, loaded once per process and never unloaded
 
 
-# Registration --------------------------------------------------------------------------------------------------------
+# Registration -------------------------------------------------------------------------------------
 
 
 def register() -> None:
-    """Opens the handler library and registers it with JAX for CUDA; remembers why not where it cannot."""
+    """Opens the handler library and registers it with JAX for CUDA; remembers why not where it
+    cannot."""
     global _library, _registration_error
     if not LIBRARY.exists():
         _registration_error = (
@@ -86,8 +92,14 @@ def register() -> None:
     _library, _registration_error = library, None
 
 
+def registration_error() -> str | None:
+    """Why the handler is not registered with JAX; None if it is."""
+    return _registration_error
+
+
 def _accepted_ffi_minor() -> int | None:
-    """The newest FFI minor version that the installed jaxlib takes; None if its headers are not there."""
+    """The newest FFI minor version that the installed jaxlib takes; None if its headers are not
+    there."""
     header = Path(jax.ffi.include_dir()) / "xla/ffi/api/c_api.h"
     try:
         lines = header.read_text().splitlines()
@@ -99,7 +111,7 @@ def _accepted_ffi_minor() -> int | None:
     )
 
 
-# What is there -------------------------------------------------------------------------------------------------------
+# What is there ------------------------------------------------------------------------------------
 
 
 def missing() -> str | None:
@@ -111,11 +123,11 @@ def missing() -> str | None:
     try:
         driver = _driver()
         version = _check(driver, driver.cuDriverGetVersion())
-    except KernelUnavailable as error:
+    except KernelUnavailableError as error:
         return str(error)
     if version < MINIMUM_DRIVER:
-        wanted = f"{MINIMUM_DRIVER // 1000}.{MINIMUM_DRIVER % 1000 // 10}"
-        return f"the NVIDIA driver is too old: it supports CUDA {version // 1000}.{version % 1000 // 10}, needed is {wanted}"
+        has, wanted = (f"{v // 1000}.{v % 1000 // 10}" for v in (version, MINIMUM_DRIVER))
+        return f"the NVIDIA driver is too old: it supports CUDA {has}, needed is {wanted}"
     if not local_cuda_architectures():
         return "JAX sees no CUDA device in this process"
     return None
@@ -123,7 +135,8 @@ def missing() -> str | None:
 
 @functools.cache
 def local_cuda_architectures() -> tuple[str, ...]:
-    """The target of each local CUDA device of JAX, e.g. ("sm_90a",); empty where JAX has no CUDA backend."""
+    """The target of each local CUDA device of JAX, e.g. ("sm_90a",); empty where JAX has no CUDA
+    backend."""
     try:
         devices = jax.local_devices(backend="cuda")
     except RuntimeError:
@@ -137,15 +150,17 @@ def local_cuda_architectures() -> tuple[str, ...]:
 def _driver() -> ModuleType:
     """cuda-python's driver bindings, initialised."""
     try:
-        from cuda.bindings import driver
+        driver = importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
-        raise KernelUnavailable(
+        raise KernelUnavailableError(
             'cuda-python is missing: pip install "jax_dsa_front[cuda13]" (or [cuda12])'
         ) from error
     try:
         _check(driver, driver.cuInit(0))
     except (RuntimeError, OSError) as error:
-        raise KernelUnavailable(f"the NVIDIA driver (libcuda) cannot be used: {error}") from error
+        raise KernelUnavailableError(
+            f"the NVIDIA driver (libcuda) cannot be used: {error}"
+        ) from error
     return driver
 
 
@@ -153,21 +168,22 @@ def _check(driver: ModuleType, result: tuple[Any, ...]) -> Any:
     """The value of a driver call, or its error as an exception."""
     status, *values = result
     if status != driver.CUresult.CUDA_SUCCESS:
-        raise KernelUnavailable(f"the driver answered {status.name}")
+        raise KernelUnavailableError(f"the driver answered {status.name}")
     return values[0] if len(values) == 1 else values or None
 
 
-# Loading -------------------------------------------------------------------------------------------------------------
+# Loading ------------------------------------------------------------------------------------------
 
 
 @ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32)
 def _load(device: int, k: int, message: int, message_bytes: int) -> int:
-    """Called by the handler: publishes the kernels of (device, k); 1 with a sentence in `message` on failure."""
+    """Called by the handler: publishes the kernels of (device, k); 1 with a sentence in `message`
+    on failure."""
     try:
         with _load_lock:
             _publish(device, k)
     except BaseException as error:  # nothing may pass through the C++ frames above
-        if isinstance(error, KernelUnavailable):
+        if isinstance(error, KernelUnavailableError):
             text = str(error)
         else:
             text = "".join(traceback.format_exception_only(error)).strip()
@@ -191,8 +207,9 @@ def _publish(device: int, k: int) -> None:
     arch = _variants.architecture((major, minor))
     reason = _variants.unsupported(k, 0, arch)
     if reason is not None:
-        raise KernelUnavailable(
-            f'CUDA device {device} cannot run this program: {reason}; lower it with implementation="jnp"'
+        raise KernelUnavailableError(
+            f"CUDA device {device} cannot run this program: {reason}; "
+            'lower it with implementation="jnp"'
         )
     entries = [
         entry
@@ -214,7 +231,8 @@ def _publish(device: int, k: int) -> None:
 
 
 def _kernel(driver: ModuleType, entry: dict[str, Any], device: Any) -> _Kernel:
-    """Loads one cubin (once per process) and makes its kernel ready on `device`, whose context is current."""
+    """Loads one cubin (once per process) and makes its kernel ready on `device`, whose context is
+    current."""
     name = entry["name"]
     if name not in _libraries:
         cubin = _read_cubin(entry)
@@ -234,7 +252,7 @@ def _kernel(driver: ModuleType, entry: dict[str, Any], device: Any) -> _Kernel:
     )  # loads the code now, never during a launch
     return _Kernel(
         handle=int(kernel),
-        needs_tensor_map=entry["schedule"] == "split_k",
+        schedule=SCHEDULES.index(entry["schedule"]),
         tile=entry["tile"],
         max_batch=entry["max_batch"] or 0,
         threads=entry["threads"],
@@ -249,11 +267,11 @@ def _read_cubin(entry: dict[str, Any]) -> bytes:
     try:
         cubin = path.read_bytes()
     except OSError as error:
-        raise KernelUnavailable(
+        raise KernelUnavailableError(
             f"{path.name} cannot be read ({error.strerror}); reinstall jax_dsa_front"
         ) from error
     if hashlib.sha256(cubin).hexdigest() != entry["sha256"]:
-        raise KernelUnavailable(
+        raise KernelUnavailableError(
             f"{path.name} is not the file that the manifest describes; reinstall jax_dsa_front"
         )
     return cubin
@@ -261,6 +279,8 @@ def _read_cubin(entry: dict[str, Any]) -> bytes:
 
 def _clusters_per_wave(driver: ModuleType, function: Any, entry: dict[str, Any]) -> int:
     """How many clusters of this kernel the current device holds at once."""
+    if entry["cluster"] == 1:
+        return 0  # row_norm: chosen with another kernel, never for its own grid
     cluster = driver.CUlaunchAttribute()
     cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     cluster.value.clusterDim.x = entry["cluster"]

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_dsa_front import _checks
+from jax_dsa_front import _checks, _rules
 from jax_dsa_front._config import HEAD_DIM, ROW_BYTES
 
 WORD = 4
@@ -33,9 +33,9 @@ def empty_cache(
     R is 132 bytes per token for "fp8" and "mxfp8", 68 for "mxfp4". Zero bytes decode to zero keys.
     Raises TypeError or ValueError if a size is not a positive int or the format is unknown.
     """
-    shape = [_checks.positive_int("pages", pages), _checks.positive_int("page_size", page_size)]
+    shape = [_rules.integer("pages", pages, 1), _rules.integer("page_size", page_size, 1)]
     if layers is not None:
-        shape.insert(0, _checks.positive_int("layers", layers))
+        shape.insert(0, _rules.integer("layers", layers, 1))
     return jnp.zeros([*shape, ROW_BYTES[_checks.cache_format(cache_format)]], jnp.uint8)
 
 
@@ -123,10 +123,25 @@ def insert_rows(
 
 def encode_scale(scale: jax.Array, cache_format: str) -> jax.Array:
     """The four scale bytes, uint8 [..., 4], of power-of-two f32 scales [...] (fp8 or mxfp8)."""
+    bits = lax.bitcast_convert_type(scale, jnp.uint32)
     if cache_format == "fp8":
-        return lax.bitcast_convert_type(scale, jnp.uint8)
-    exponent = (lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.uint8)
+        return split_bytes(bits)
+    exponent = (bits >> 23).astype(jnp.uint8)
     return jnp.broadcast_to(exponent[..., None], (*scale.shape, WORD))
+
+
+def split_bytes(words: jax.Array) -> jax.Array:
+    """uint8 [..., 4] of uint32 [...], lowest byte first.
+
+    By shifts: exported programs with a symbolic batch cannot bitcast to another width.
+    """
+    return jnp.stack([(words >> shift).astype(jnp.uint8) for shift in (0, 8, 16, 24)], axis=-1)
+
+
+def join_bytes(quads: jax.Array) -> jax.Array:
+    """uint32 [...] of uint8 [..., 4], lowest byte first."""
+    wide = quads.astype(jnp.uint32)
+    return wide[..., 0] | (wide[..., 1] << 8) | (wide[..., 2] << 16) | (wide[..., 3] << 24)
 
 
 @functools.partial(jax.jit, static_argnames="cache_format")
@@ -179,7 +194,7 @@ def _index_scores(
         keys, key_scales = _decode_values(values_row, cache_format), 1.0
         if cache_format == "mxfp4":
             keys = _scaled(keys, _decode_scales(scales_row, cache_format))
-            exponents = lax.bitcast_convert_type(query_scale_row[0], jnp.uint8)
+            exponents = split_bytes(query_scale_row[0])
             heads = _decode_values(query_row, cache_format)
             heads = _scaled(heads, _decode_scales(exponents, cache_format))
         else:
@@ -226,9 +241,7 @@ def _word_index(
     return _stacked_index(cache, layer, page, row, word_in_row * WORD), valid
 
 
-def _stacked_index(
-    cache: jax.Array, layer: jax.Array | int, *coordinates: jax.Array
-) -> jax.Array:
+def _stacked_index(cache: jax.Array, layer: jax.Array | int, *coordinates: jax.Array) -> jax.Array:
     """Coordinates as the last axis, behind the layer if the cache is stacked."""
     if cache.ndim == 4:
         layers = jnp.full_like(coordinates[0], layer)
@@ -255,7 +268,7 @@ def _decode_values(codes: jax.Array, cache_format: str) -> jax.Array:
 def _decode_scales(scale_bytes: jax.Array, cache_format: str) -> jax.Array:
     """f32 scales of uint8 [..., 4]: [..., 1] for 128 columns (fp8, mxfp8), else [..., 4] for 32."""
     if cache_format == "fp8":
-        return lax.bitcast_convert_type(scale_bytes, jnp.float32)[..., None]
+        return lax.bitcast_convert_type(join_bytes(scale_bytes), jnp.float32)[..., None]
     exponent = scale_bytes.astype(jnp.uint32) << 23
     exponent = jnp.maximum(exponent, jnp.uint32(0x00400000))  # UE8M0 zero is 2**-127
     scale = lax.bitcast_convert_type(exponent, jnp.float32)

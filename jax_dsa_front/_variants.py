@@ -1,4 +1,5 @@
-"""Which kernels are shipped: the frozen list that drives the build, the file names, the look-up and the tests.
+"""Which kernels are shipped: the frozen list that drives the build, the file names, the look-up and
+the tests.
 
 Nothing here imports JAX, CUDA or the DSL.
 """
@@ -19,13 +20,13 @@ LATENT_WIDTHS = (1280, 1536, 2048)  # K: query ranks of public DSA models
 class Variant:
     """One cubin.
 
-    `schedule` names the module in `kernels/`; `tile` is the number of batch rows per CTA; `max_batch` is where the
-    next variant of the same architecture and K takes over (None: nowhere).
+    `schedule` names the module in `kernels/`; `tile` is the number of batch rows per cluster;
+    `max_batch` is where the next variant of the same architecture and K takes over (None: nowhere).
     """
 
     arch: str
     k: int
-    schedule: str  # "split_n" or "split_k"
+    schedule: str  # "split_n", "split_k", "split_k_rows", or "row_norm" in front of the last
     tile: int
     max_batch: int | None = None
 
@@ -42,25 +43,28 @@ def _shipped() -> tuple[Variant, ...]:
             if arch == "sm_90a":
                 if (
                     k <= 1536
-                ):  # 2048 leaves room for one CTA per SM: 32 clusters of 4 then take two waves
+                ):  # 2048 leaves room for one CTA per SM: 32 clusters would take two waves
                     variants.append(Variant(arch, k, "split_n", 8, max_batch=8))
                 variants.append(Variant(arch, k, "split_k", 32))
-                variants.append(Variant(arch, k, "split_k", 64))
+                variants.append(Variant(arch, k, "split_k_rows", 64))
+                variants.append(Variant(arch, k, "split_k_rows", 128))
+                variants.append(Variant(arch, k, "row_norm", 1))
             else:  # wgmma is Hopper's alone
                 variants.append(Variant(arch, k, "split_n", 8))
     return tuple(variants)
 
 
-# In order of preference for a given architecture and K: the first whose grid runs in one wave is taken, else the last.
+# In order of preference for a given architecture and K: the first whose grid runs in one wave is
+# taken, else the last.
 VARIANTS = _shipped()
 
-# implementation=None takes the jnp form from this batch on; docs/performance.md has the measurements.  Architectures
-# that nobody has measured keep the kernel for one tile only.
+# implementation=None takes the jnp form from this batch on; docs/performance.md has the
+# measurements. Architectures that nobody has measured keep the kernel for one tile only.
 KERNEL_MAX_BATCH = {"sm_90a": 128, "sm_100a": 8, "sm_103a": 8}
 
 
 def architecture(compute_capability: tuple[int, int]) -> str:
-    """The target whose cubins run on this compute capability, and on no other: "sm_90a" for (9, 0)."""
+    """The target whose cubins run on this compute capability only: "sm_90a" for (9, 0)."""
     major, minor = compute_capability
     return f"sm_{major}{minor}a"
 
@@ -77,7 +81,10 @@ def unsupported(k: int, pitch: int, arch: str) -> str | None:
             f"no kernel is shipped for K = {k}, only for K = {', '.join(map(str, LATENT_WIDTHS))}"
         )
     if pitch % 8:
-        return f"the kernel needs rows of projected that start at multiples of 16 bytes: width a multiple of 8, got {pitch}"
+        return (
+            "the kernel needs rows of projected that start at multiples of 16 bytes: "
+            f"a width P that is a multiple of 8, got {pitch}"
+        )
     return None
 
 

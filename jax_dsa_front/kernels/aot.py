@@ -1,6 +1,6 @@
 """Compiles every shipped variant to a cubin: `python -m jax_dsa_front.kernels.aot OUTPUT`.
 
-Needs nvidia-cutlass-dsl, no GPU and no CUDA toolkit.  The same source gives the same bytes.
+Needs nvidia-cutlass-dsl, no GPU and no CUDA toolkit. The same source gives the same bytes.
 """
 
 import argparse
@@ -16,10 +16,22 @@ from .._variants import VARIANTS, Variant
 
 def build_kernel(variant: Variant):
     """The kernel object of a variant."""
+    from .row_norm import RowNorm
     from .split_k import SplitK
+    from .split_k_rows import SplitKRows
     from .split_n import SplitN
 
-    return SplitN(variant.k) if variant.schedule == "split_n" else SplitK(variant.k, variant.tile)
+    match variant.schedule:
+        case "split_n":
+            return SplitN(variant.k)
+        case "split_k":
+            return SplitK(variant.k, variant.tile)
+        case "split_k_rows":
+            return SplitKRows(variant.k, variant.tile)
+        case "row_norm":
+            return RowNorm(variant.k)
+        case other:
+            raise ValueError(f"unknown schedule {other!r}")
 
 
 def compile_variant(variant: Variant, output: Path) -> dict:

@@ -1,8 +1,9 @@
-"""What both kernels share: their parameter list, layers and head weights, quantisation, key insertion.
+"""What both kernels share: their parameter list, layers and head weights, quantisation, key
+insertion.
 
-DESIGN of the numbers: docs/design.md.  All arithmetic is fp32; amplitudes are compared as integers (for non-negative
-floats the same order, with infinities and NaN on top), so that one comparison also finds the non-finite ones.
-"""
+DESIGN of the numbers: docs/design.md. All arithmetic is fp32; amplitudes are compared as integers
+(for non-negative floats the same order, with infinities and NaN on top), so that one comparison
+also finds the non-finite ones."""
 
 from typing import NamedTuple
 
@@ -32,11 +33,12 @@ MAGNITUDE = 0x7FFFFFFF
 class FrontArguments(NamedTuple):
     """The kernels' parameters in the order of csrc_glue/front_params.h.
 
-    Int64 members are device addresses unless said otherwise; pitches and strides are in bytes.  `key`, `head_weights`
-    and the stacked operands come with the host's offsets (columns, a layer that the host knows) already added.
-    """
+    Int64 members are device addresses unless said otherwise; pitches and strides are in bytes.
+    `key`, `head_weights` and the stacked operands come with the host's offsets (columns, a layer
+    that the host knows) already added."""
 
-    # What the first loads need, together: parameters come from a cold constant cache, 64 bytes at a time
+    # What the first loads need, together: parameters come from a cold constant cache, 64 bytes at a
+    # time
     projected: Int64  # bf16 [batch, >= K], 16-byte aligned rows
     q_norm: Int64  # bf16 [K]
     wq_b: Int64  # bf16 [heads * 128, K]
@@ -68,6 +70,7 @@ class FrontArguments(NamedTuple):
     page_size: Int32
     key_norm_weight_layer_stride: Int32
     key_norm_bias_layer_stride: Int32
+    rows: Int64  # scratch: bf16 [batch, K], the normalised rows between two launches
     head_start_limit: Int32  # num_heads of the model - heads of this call
 
 
@@ -115,10 +118,11 @@ def first_head(arguments):
 
 
 def load_head_weight(arguments, row, column):
-    """The raw bytes of a head weight as (4-byte word, 2-byte word), one of them zero; `store_weight` joins them.
+    """The raw bytes of a head weight as (4-byte word, 2-byte word), one of them zero;
+    `store_weight` joins them.
 
-    Joining or widening here would make the warp wait here, behind the weight stream: 4 k clocks at B = 64.
-    """
+    Joining or widening here would make the warp wait here, behind the weight stream: 4 k clocks at
+    B = 64."""
     is_f32 = arguments.flags & FLAG_HEAD_WEIGHTS_F32
     width = 2 + is_f32  # 2 or 4 bytes, as the flag's value is 2
     address = arguments.head_weights + Int64(row) * arguments.head_weights_pitch + column * width
@@ -154,9 +158,8 @@ def largest(values):
 def fp8_scale(amax):
     """(bits of pow2_ceil(amax / 448), its reciprocal); both NaN where amax (bits) is not finite.
 
-    448 = 1.75 * 2**8, so the division is a subtraction of exponents and the ceiling an addition to the mantissa:
-    equal to the fp32 division for every bf16 amax.
-    """
+    448 = 1.75 * 2**8, so the division is a subtraction of exponents and the ceiling an addition to
+    the mantissa: equal to the fp32 division for every bf16 amax."""
     scale = ((amax + Uint32(0x1FFFFF)) & Uint32(INFINITY)) - Uint32(8 << 23)
     inverse = Uint32(254 << 23) - scale
     if amax >= Uint32(INFINITY):
@@ -167,7 +170,8 @@ def fp8_scale(amax):
 
 @cute.jit
 def fp4_scale(amax):
-    """(exponent byte of pow2_ceil(amax / 6), reciprocal of the scale); byte 0xff where amax (bits) is not finite."""
+    """(exponent byte of pow2_ceil(amax / 6), reciprocal of the scale); byte 0xff where amax (bits)
+    is not finite."""
     # 6 = 1.5 * 2**2
     exponent = ((ptx.max_u32(amax, Uint32(FP4_FLOOR)) + Uint32(0x3FFFFF)) >> 23) - Uint32(2)
     inverse = (Uint32(254) - exponent) << 23
@@ -179,9 +183,8 @@ def fp4_scale(amax):
 def fp4_code(value, inverse):
     """e2m1 of value * inverse (at most 6 in magnitude), nearest even, the sign kept on zero.
 
-    Scaled by 2**-126, e2m1 values become fp32 numbers whose exponent and top mantissa bit are the code; subnormal ones
-    included.  Rounding to that bit is an addition.
-    """
+    Scaled by 2**-126, e2m1 values become fp32 numbers whose exponent and top mantissa bit are the
+    code; subnormal ones included. Rounding to that bit is an addition."""
     scaled = ptx.multiply(ptx.multiply(value, inverse), Float32(2.0**-126))
     word = magnitude(scaled)
     code = (word + Uint32(0x1FFFFF) + ((word >> 22) & Uint32(1))) >> 22

@@ -1,9 +1,9 @@
 """PTX instructions that the kernels use and CuTe DSL does not offer in the exact form they need.
 
-Every function is one instruction or a short fixed sequence.  Addresses are integers: 32 bits for shared memory (of this
-CTA, or of the cluster where `cluster` is in the name), 64 bits for global memory.  Functions without side effects are
-marked `pure`, so that the compiler may move or drop them; the others keep their order among each other.
-"""
+Every function is one instruction or a short fixed sequence. Addresses are integers: 32 bits for
+shared memory (of this CTA, or of the cluster where `cluster` is in the name), 64 bits for global
+memory.  Functions without side effects are marked `pure`, so that the compiler may move or drop
+them; the others keep their order among each other."""
 
 from cutlass import Float32, Int16, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
@@ -14,7 +14,8 @@ _CONSTRAINT = {Float32: "f", Uint32: "r", Int32: "r", Int64: "l", Int16: "h"}
 
 @dsl_user_op
 def asm(code, operands=(), results=(), *, pure=False, tied=0, early=False, loc=None, ip=None):
-    """Inlines `code`; `$0..` are the results, then the operands, of which the first `tied` share a result's register.
+    """Inlines `code`; `$0..` are the results, then the operands, of which the first `tied` share a
+    result's register.
 
     `early` marks results that are written before every operand has been read.
     """
@@ -45,7 +46,7 @@ def asm(code, operands=(), results=(), *, pure=False, tied=0, early=False, loc=N
     ]
 
 
-# Barriers ------------------------------------------------------------------------------------------------------------
+# Barriers -----------------------------------------------------------------------------------------
 
 
 def mbarrier_init(bar, arrivals):
@@ -100,7 +101,8 @@ def fence_async_shared():
 
 
 def grid_wait():
-    """Programmatic dependent launch: every kernel before this one has finished and its writes are visible."""
+    """Programmatic dependent launch: every kernel before this one has finished and its writes are
+    visible."""
     asm("griddepcontrol.wait;")
 
 
@@ -108,11 +110,12 @@ def grid_launch_dependents():
     asm("griddepcontrol.launch_dependents;")
 
 
-# Copies and memory ---------------------------------------------------------------------------------------------------
+# Copies and memory --------------------------------------------------------------------------------
 
 
 def evict_first_policy():
-    """L2 policy for bytes that are read once: the weights of a layer are not needed again before the next step."""
+    """L2 policy for bytes that are read once: the weights of a layer are not needed again before
+    the next step."""
     return asm("createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", (), (Int64,), pure=True)
 
 
@@ -180,6 +183,10 @@ def load_global_16bit(address):
     return asm("ld.global.u16 $0, [$1];", (Int64(address),), (Int16,))
 
 
+def store_global_16b(address, words):
+    asm("st.global.v4.u32 [$0], {$1,$2,$3,$4};", (Int64(address), *words))
+
+
 def store_global_f32(address, value):
     asm("st.global.f32 [$0], $1;", (Int64(address), value))
 
@@ -220,7 +227,7 @@ def store_shared_16b(address, words):
     asm("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", (Int32(address), *words))
 
 
-# Arithmetic ----------------------------------------------------------------------------------------------------------
+# Arithmetic ---------------------------------------------------------------------------------------
 
 # a, b = the two bf16 of the packed word $1, low half first
 _SPLIT = (
@@ -262,9 +269,8 @@ def bf16_bits(value):
 def sum_squares(pair, total):
     """total + lo * lo + hi * hi of a bf16 pair.
 
-    Splits with prmt where `norm_pair` shifts: with equal instructions the assembler would keep both widened halves in
-    registers from here to there, twice the packed form, and spill.
-    """
+    Splits with prmt where `norm_pair` shifts: with equal instructions the assembler would keep both
+    widened halves in registers from here to there, twice the packed form, and spill."""
     code = "{ .reg .f32 a, b; .reg .b32 t; prmt.b32 t, $1, 0, 0x1044; mov.b32 a, t; "
     code += (
         "prmt.b32 t, $1, 0, 0x3244; mov.b32 b, t; fma.rn.f32 a, a, a, $2; fma.rn.f32 $0, b, b, a; }"
@@ -303,7 +309,8 @@ def lane_exchange(word, distance):
 
 
 def lane_add(value, distance):
-    code = f"{{ .reg .f32 t; shfl.sync.bfly.b32 t, $1, {distance}, 0x1f, 0xffffffff; add.f32 $0, $1, t; }}"
+    code = f"shfl.sync.bfly.b32 t, $1, {distance}, 0x1f, 0xffffffff; add.f32 $0, $1, t;"
+    code = "{ .reg .f32 t; " + code + " }"
     return asm(code, (value,), (Float32,))
 
 
@@ -313,7 +320,7 @@ def e4m3_pair(low, high):
     return asm(code, (low, high), (Uint32,), pure=True)
 
 
-# Tensor cores --------------------------------------------------------------------------------------------------------
+# Tensor cores -------------------------------------------------------------------------------------
 
 
 def mma_16x8x16(accumulator, a, b):
@@ -324,11 +331,14 @@ def mma_16x8x16(accumulator, a, b):
 
 
 def wgmma_64xnx64(accumulator, a, b, columns):
-    """Starts accumulator[64, n] += a[64, 64] b[n, 64]^T as one group of four wgmma; `a`, `b` are descriptors."""
+    """Starts accumulator[64, n] += a[64, 64] b[n, 64]^T as one group of four wgmma; `a`, `b` are
+    descriptors."""
     count = len(accumulator)
     registers = "{" + ",".join(f"${i}" for i in range(count)) + "}"
-    step = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {registers}, a, b, 1, 1, 1, 0, 0; "
-    code = f"{{ .reg .b64 a, b; mov.b64 a, ${2 * count}; mov.b64 b, ${2 * count + 1}; wgmma.fence.sync.aligned; "
+    step = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {registers}, "
+    step += "a, b, 1, 1, 1, 0, 0; "
+    code = f"{{ .reg .b64 a, b; mov.b64 a, ${2 * count}; mov.b64 b, ${2 * count + 1}; "
+    code += "wgmma.fence.sync.aligned; "
     # The next 16 columns lie 32 bytes further; descriptors count in 16 bytes.
     code += "add.s64 a, a, 2; add.s64 b, b, 2; ".join([step] * 4)
     code += "wgmma.commit_group.sync.aligned; }"
@@ -336,7 +346,8 @@ def wgmma_64xnx64(accumulator, a, b, columns):
 
 
 def wgmma_wait(accumulator, pending):
-    """Waits until at most `pending` groups run; the accumulator passes through, so that its reads stay behind."""
+    """Waits until at most `pending` groups run; the accumulator passes through, so that its reads
+    stay behind."""
     count = len(accumulator)
     return asm(
         f"wgmma.wait_group.sync.aligned {pending};",

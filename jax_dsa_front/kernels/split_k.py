@@ -1,8 +1,10 @@
-"""Larger batches on Hopper: one head and one batch tile per cluster of 2 CTAs, each with all 128 rows and half of K.
+"""Larger batches on Hopper: one head and one batch tile per cluster of 2 CTAs, each with all 128
+rows and half of K.
 
-The weights are the A operand of wgmma and come as 128-byte swizzled TMA tiles through a ring; the normalised rows are B,
-with the batch as N.  Each CTA finishes half of the tile's rows: it sends the partial sums of the others to its peer.  A
-ninth warp issues the copies and inserts the keys.  docs/design.md has the picture.
+The weights are the A operand of wgmma and come as 128-byte swizzled TMA tiles through a ring; the
+normalised rows are B, with the batch as N.  Each CTA finishes half of the tile's rows: it sends the
+partial sums of the others to its peer.  A ninth warp issues the copies and inserts the keys.
+docs/design.md has the picture.
 
 Clusters of 2 with one CTA per SM fit 66 times on 132 SMs, clusters of 4 only 30 times.
 """
@@ -38,8 +40,8 @@ THREADS = 32 * (WARPS + 1)
 CHUNK = 64  # columns of K per ring slot: one 128-byte swizzle row
 CHUNK_BYTES = 128 * CHUNK * 2
 SHARED_LIMIT = 232448  # bytes per CTA on sm_90
-# Weight chunks whose copies start before the activations have arrived, by tile: behind the whole stream the rows would
-# take 3-7 k clocks.
+# Weight chunks whose copies start before the activations have arrived, by tile: behind the whole
+# stream the rows would take 3-7 k clocks.
 EARLY_CHUNKS = {32: 6, 64: 4}
 FIRST_CHUNKS = 4  # of the first piece of y; the partial sums take their place in y
 
@@ -49,7 +51,8 @@ BARRIER_NORMALISED = 2
 
 
 class SplitK:
-    """The kernel for one K and one tile of batch rows; the batch is a run-time argument, tiles lie along grid y."""
+    """The kernel for one K and one tile of batch rows; the batch is a run-time argument, tiles lie
+    along grid y."""
 
     cluster = CLUSTER
     threads = THREADS
@@ -58,6 +61,8 @@ class SplitK:
         self.k, self.tile = k, tile
         self.half_k = k // CLUSTER
         self.chunks = self.half_k // CHUNK
+        self.slot_bytes = CHUNK_BYTES
+        self.reuse_chunk = FIRST_CHUNKS
         regions = {
             "y": (
                 tile * self.half_k * 2,
@@ -81,21 +86,7 @@ class SplitK:
 
     @cute.jit
     def __call__(self, arguments: FrontArguments, stream):
-        # Row 2 i + h of each 16 rows of wq_b is row 8 h + i of the tile: accumulator rows g and g + 8 of a thread are
-        # then neighbouring columns of the head.  The extent in 16-row groups is the handler's to set in the descriptor.
-        k, tile_shape = self.k, (8, 2, 8, CHUNK)
-        weights = cute.make_tensor(
-            cute.make_ptr(BFloat16, arguments.wq_b, cute.AddressSpace.gmem, assumed_align=16),
-            cute.make_layout((8, 2, 1 << 20, k), stride=(2 * k, k, 16 * k, 1)),
-        )
-        shared = cute.make_composed_layout(
-            cute.make_swizzle(3, 4, 3),
-            0,
-            cute.make_layout(tile_shape, stride=(CHUNK, 8 * CHUNK, 16 * CHUNK, 1)),
-        )
-        atom, coordinates = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), weights, shared, tile_shape
-        )
+        atom, coordinates = self.weight_tiles(arguments)
         tiles = (arguments.batch + (self.tile - 1)) // self.tile
         # The grid's z is the number of heads; no launch happens here, the handler sets the grid.
         self.kernel(atom, coordinates, arguments).launch(
@@ -106,6 +97,27 @@ class SplitK:
             min_blocks_per_mp=1,
         )
 
+    def weight_tiles(self, arguments):
+        """The TMA atom of one chunk of a head's weights, and the coordinates of all of them.
+
+        Row 2 i + h of each 16 rows of wq_b is row 8 h + i of the tile: accumulator rows g and g + 8
+        of a thread are then neighbouring columns of the head. The extent in 16-row groups is the
+        handler's to set in the descriptor.
+        """
+        k, tile_shape = self.k, (8, 2, 8, CHUNK)
+        weights = cute.make_tensor(
+            cute.make_ptr(BFloat16, arguments.wq_b, cute.AddressSpace.gmem, assumed_align=16),
+            cute.make_layout((8, 2, 1 << 20, k), stride=(2 * k, k, 16 * k, 1)),
+        )
+        shared = cute.make_composed_layout(
+            cute.make_swizzle(3, 4, 3),
+            0,
+            cute.make_layout(tile_shape, stride=(CHUNK, 8 * CHUNK, 16 * CHUNK, 1)),
+        )
+        return cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), weights, shared, tile_shape
+        )
+
     @cute.kernel
     def kernel(self, atom: cute.CopyAtom, coordinates: cute.Tensor, arguments: FrontArguments):
         thread, _, _ = cute.arch.thread_idx()
@@ -114,13 +126,8 @@ class SplitK:
         lane = thread & 31
         warp = cute.arch.make_warp_uniform(thread >> 5)
 
-        # The batch is dealt out evenly: every CTA finishes `share` rows of it (the last ones fewer).
-        share = (arguments.batch + (CLUSTER * tiles - 1)) // (CLUSTER * tiles)
-        own_row = (tile * CLUSTER + part) * share
-        peer_row = (tile * CLUSTER + (part ^ 1)) * share
-        own = cutlass.max(Int32(0), cutlass.min(share, arguments.batch - own_row))
-        others = cutlass.max(Int32(0), cutlass.min(share, arguments.batch - peer_row))
-
+        rows = self.shares(arguments.batch, part, tile, tiles)
+        own_row, _, own, others = rows
         pointers = self.shared.allocate()
         shared = {name: shared_address(pointer) for name, pointer in pointers.items()}
         shared["bar_squares"] = shared["bars"] + 8 * self.ring
@@ -136,7 +143,8 @@ class SplitK:
                 ptx.mbarrier_init(shared["bar_sums"], 1)
                 ptx.mbarrier_init_fence()
             ptx.warp_sync()
-            # Expected bytes, one barrier per lane (the initialisation would be a loop over the lanes)
+            # Expected bytes, one barrier per lane (the initialisation would be a loop over the
+            # lanes)
             nbytes = Int32(CHUNK_BYTES)
             if lane == self.ring:
                 nbytes = CLUSTER * 4 * (own + others) + 2 * self.half_k
@@ -148,25 +156,8 @@ class SplitK:
             ptx.cluster_arrive_relaxed()
             ptx.grid_wait()
             layer, inside = chosen_layer(arguments)
-            layout = cute.make_layout(
-                (8, 2, 8, CHUNK, self.ring),
-                stride=(CHUNK, 8 * CHUNK, 16 * CHUNK, 1, CHUNK_BYTES // 2),
-            )
-            ring = cute.make_tensor(
-                cute.recast_ptr(pointers["weights"], cute.make_swizzle(3, 4, 3), dtype=BFloat16),
-                layout,
-            )
             bars = cute.recast_ptr(pointers["bars"], dtype=Uint64)
-            tiles_of_head = cute.local_tile(coordinates, (8, 2, 8, CHUNK), (0, 0, None, None))
-            target, source = cpasync.tma_partition(
-                atom,
-                0,
-                cute.make_layout(1),
-                cute.group_modes(ring, 0, 4),
-                cute.group_modes(tiles_of_head, 0, 4),
-            )
-            first = layer * (arguments.wq_b_layer_rows // 128) + head
-            source = source[None, first, None]
+            source, target = self.weight_copies(atom, coordinates, pointers, arguments, layer, head)
             with cute.arch.elect_one():
                 q_norm = arguments.q_norm + Int64(layer) * arguments.q_norm_layer_stride
                 ptx.bulk_copy(
@@ -195,7 +186,6 @@ class SplitK:
             ptx.cluster_wait()
         else:
             ptx.grid_wait()
-            rows = (own_row, peer_row, own, others)
             x = self.load_rows(arguments, part, rows, warp, lane)
             ptx.cluster_arrive_relaxed()
             raw_weights = self.load_head_weights(arguments, own_row, head, warp)
@@ -210,6 +200,36 @@ class SplitK:
             accumulator = ptx.wgmma_wait(accumulator, 0)
             self.exchange(accumulator, shared, part, own, others, warp, lane)
             self.finish(arguments, shared, raw_weights, own_row, own, head, heads, warp, lane)
+
+    def shares(self, batch, part, tile, tiles):
+        """(first own row, first row of the peer, how many of each): the batch dealt out evenly."""
+        share = (batch + (CLUSTER * tiles - 1)) // (CLUSTER * tiles)
+        own_row = (tile * CLUSTER + part) * share
+        peer_row = (tile * CLUSTER + (part ^ 1)) * share
+        own = cutlass.max(Int32(0), cutlass.min(share, batch - own_row))
+        others = cutlass.max(Int32(0), cutlass.min(share, batch - peer_row))
+        return own_row, peer_row, own, others
+
+    def weight_copies(self, atom, coordinates, pointers, arguments, layer, head):
+        """Source and target of the copies of the head's weights, by chunk of K and by slot."""
+        layout = cute.make_layout(
+            (8, 2, 8, CHUNK, self.ring),
+            stride=(CHUNK, 8 * CHUNK, 16 * CHUNK, 1, self.slot_bytes // 2),
+        )
+        ring = cute.make_tensor(
+            cute.recast_ptr(pointers["weights"], cute.make_swizzle(3, 4, 3), dtype=BFloat16),
+            layout,
+        )
+        tiles_of_head = cute.local_tile(coordinates, (8, 2, 8, CHUNK), (0, 0, None, None))
+        target, source = cpasync.tma_partition(
+            atom,
+            0,
+            cute.make_layout(1),
+            cute.group_modes(ring, 0, 4),
+            cute.group_modes(tiles_of_head, 0, 4),
+        )
+        first = layer * (arguments.wq_b_layer_rows // 128) + head
+        return source[None, first, None], target
 
     def copy_chunk(self, atom, source, target, bars, policy, part, chunk):
         slot = chunk % self.ring
@@ -231,14 +251,16 @@ class SplitK:
         ]
 
     def local_row(self, p, part, rows, warp):
-        """Pass `p` of this warp: (index among its CTA's rows, finishing CTA, its first row, how many rows it has)."""
+        """Pass `p` of this warp: (index among its CTA's rows, finishing CTA, its first row, how
+        many rows it has)."""
         own_row, peer_row, own, others = rows
         if WARPS * p < self.tile // 2:
             return WARPS * p + warp, part, own_row, own
         return WARPS * p - self.tile // 2 + warp, part ^ 1, peer_row, others
 
     def load_rows(self, arguments, part, rows, warp, lane):
-        """This CTA's half of K of the tile's rows, one row per warp and pass: packed words [pass][piece][4]."""
+        """This CTA's half of K of the tile's rows, one row per warp and pass: packed words
+        [pass][piece][4]."""
         x = []
         for p in range(self.tile // WARPS):
             local, _, first, count = self.local_row(p, part, rows, warp)
@@ -255,7 +277,8 @@ class SplitK:
         return x
 
     def in_half(self, column, piece):
-        """Whether a group of 8 columns lies in this half of K: always, but in the last piece of K = 1280."""
+        """Whether a group of 8 columns lies in this half of K: always, but in the last piece of K =
+        1280."""
         return True if (piece + 1) * 256 <= self.half_k else column < self.half_k // 8
 
     @cute.jit
@@ -270,7 +293,9 @@ class SplitK:
                     total = ptx.sum_squares(word, total)
             for distance in (16, 8, 4, 2, 1):
                 total = ptx.lane_add(total, distance)
-            if (lane < CLUSTER) & (local < count):  # to both CTAs: squares[half of K][finishing CTA][row]
+            if (lane < CLUSTER) & (
+                local < count
+            ):  # to both CTAs: squares[half of K][finishing CTA][row]
                 slot = squares + ((part * CLUSTER + owner) * half + local) * 4
                 ptx.store_cluster_async(
                     ptx.peer_address(slot, lane),
@@ -289,7 +314,8 @@ class SplitK:
 
     @cute.jit
     def store_normalised(self, shared, x, norms, warp, lane, first, last):
-        """bf16((x * rr) * gamma) of pieces `first` to `last` - 1 into y, swizzled, ready for wgmma."""
+        """bf16((x * rr) * gamma) of pieces `first` to `last` - 1 into y, swizzled, ready for
+        wgmma."""
         for i in cutlass.range_constexpr(first, last):
             column = lane + 32 * i  # in groups of 8
             gamma = ptx.load_shared_16b(shared["gamma"] + column * 16)
@@ -308,7 +334,8 @@ class SplitK:
 
     @cute.jit
     def multiply(self, accumulator, shared, warp, lane, first, last):
-        """Starts chunks `first` to `last` - 1: accumulator[64 head rows of this warpgroup, tile] += weights y^T.
+        """Starts chunks `first` to `last` - 1: accumulator[64 head rows of this warpgroup, tile] +=
+        weights y^T.
 
         The last of them still runs on return.
         """
@@ -318,28 +345,33 @@ class SplitK:
             ptx.mbarrier_wait(shared["bars"] + 8 * slot, (chunk // self.ring) & 1)
             accumulator = ptx.wgmma_64xnx64(
                 accumulator,
-                ptx.swizzled_descriptor(weights + slot * CHUNK_BYTES),
-                ptx.swizzled_descriptor(shared["y"] + chunk * (self.tile * 128)),
+                ptx.swizzled_descriptor(weights + slot * self.slot_bytes),
+                ptx.swizzled_descriptor(self.chunk_of_y(shared, chunk)),
                 self.tile,
             )
             if cutlass.const_expr(chunk > 0):
                 accumulator = ptx.wgmma_wait(accumulator, 1)  # the chunk before is done
-                if cutlass.const_expr(chunk == FIRST_CHUNKS):
-                    # The peer may now write into the first chunks of y.  Nothing is published by this: a release
-                    # would only add a fence of the whole GPU.
+                if cutlass.const_expr(chunk == self.reuse_chunk):
+                    # The peer may now write where the sums go. Nothing is published by
+                    # this: a release would only add a fence of the whole GPU.
                     ptx.cluster_arrive_relaxed()
-                if cutlass.const_expr(chunk - 1 + self.ring < self.chunks):
+                if cutlass.const_expr(chunk - 1 + self.ring < self.chunks):  # noqa: SIM102
                     if lane == 0:
                         ptx.mbarrier_arrive(shared["bar_empty"] + 8 * ((chunk - 1) % self.ring))
         return accumulator
 
+    def chunk_of_y(self, shared, chunk):
+        return shared["y"] + chunk * (self.tile * 128)
+
     def sums(self, shared):
-        """Where the partial sums lie, f32 [row][128]: the peer's of the own rows, and the own ones."""
+        """Where the partial sums lie, f32 [row][128]: the peer's of the own rows, and the own
+        ones."""
         return shared["y"], shared["y"] + self.tile // 2 * 512
 
     @cute.jit
     def exchange(self, accumulator, shared, part, own, others, warp, lane):
-        """Sends the sums of the peer's rows to it and puts the own ones beside what the peer sends: f32 [row][128]."""
+        """Sends the sums of the peer's rows to it and puts the own ones beside what the peer sends:
+        f32 [row][128]."""
         received, kept = self.sums(shared)
         bar_sums = shared["bar_sums"]
         group, quad = lane >> 2, lane & 3
@@ -348,8 +380,9 @@ class SplitK:
         peer = ptx.peer_address(received, part ^ 1) + column * 4
         bar_peer = ptx.peer_address(bar_sums, part ^ 1)
         half = self.tile // 2
-        ptx.cluster_wait()  # both CTAs are past LAST_REUSED_CHUNK
-        for n in cutlass.range_constexpr(half // 8):  # the peer's rows first: they have the longer way
+        ptx.cluster_wait()  # both CTAs are past `reuse_chunk`
+        # The peer's rows first: they have the longer way.
+        for n in cutlass.range_constexpr(half // 8):
             for h in cutlass.range_constexpr(2):
                 row = 8 * n + 2 * quad + h
                 i = 4 * (n + half // 8) + h
@@ -369,7 +402,8 @@ class SplitK:
 
     @cute.jit
     def finish(self, arguments, shared, raw_weights, own_row, own, head, heads, warp, lane):
-        """Adds both halves of K and quantises: one row per warp, 4 of the head's columns per lane."""
+        """Adds both halves of K and quantises: one row per warp, 4 of the head's columns per
+        lane."""
         received, kept = self.sums(shared)
         count = self.tile // 2 // WARPS
         values, amax = [], []

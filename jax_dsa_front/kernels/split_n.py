@@ -1,8 +1,9 @@
 """Small batches: one head per cluster of 4 CTAs, each with 32 of the head's 128 rows and all of K.
 
-A CTA's piece of `wq_b` is one contiguous block, brought in by 8 bulk copies.  Eight warps split K; the weights are the
-A operand of mma.sync, the normalised rows stay in registers as B.  Only the amplitude of a head (4 bytes per row and
-CTA) crosses the cluster.  A ninth warp issues the copies and inserts the keys.  docs/design.md has the picture.
+A CTA's piece of `wq_b` is one contiguous block, brought in by 8 bulk copies. Eight warps split K;
+the weights are the A operand of mma.sync, the normalised rows stay in registers as B.  Only the
+amplitude of a head (4 bytes per row and CTA) crosses the cluster.  A ninth warp issues the copies
+and inserts the keys.  docs/design.md has the picture.
 
 Runs on any architecture with clusters (sm_90 and later).
 """
@@ -35,13 +36,11 @@ TILE = 8  # batch rows: N of the mma
 WARPS = 8
 THREADS = 32 * (WARPS + 1)
 COPIES = 8  # of 4 rows each
-# Weights whose copies start before the activations have arrived, in pairs of copies; x behind the whole stream takes
-# 3-7 k clocks instead of 1 k.
+# Weights whose copies start before the activations have arrived, in pairs of copies; x behind the
+# whole stream takes 3-7 k clocks instead of 1 k.
 EARLY_PAIRS = 2
 CHAINS = 4  # independent accumulators per 16 rows
-SUM_PITCH = (
-    36  # floats per batch row of the partial sums: 4 more than the rows, free of bank conflicts
-)
+SUM_PITCH = 36  # floats per batch row of the partial sums: 4 too many, against bank conflicts
 
 # mbarriers: one per pair of copies, then
 BAR_GAMMA = COPIES // 2
@@ -63,7 +62,8 @@ class SplitN:
 
     def __init__(self, k):
         self.k = k
-        # Odd copies are shifted by 64 bytes: a quarter warp then reads 128 bytes in 32 different banks.
+        # Odd copies are shifted by 64 bytes: a quarter warp then reads 128 bytes in 32 different
+        # banks.
         self.copy_bytes = 4 * 2 * k
         self.pair_bytes = 2 * self.copy_bytes + 128
         self.shared = SharedMemory(
@@ -195,7 +195,8 @@ class SplitN:
             g = ptx.load_shared_16b(gamma + columns + 64 * step)
             y.append([ptx.norm_pair(x[step][i], g[i], rr) for i in range(4)])
 
-        # Weights and rows use the same order of K inside a step, so a lane's 16 bytes serve as they lie.
+        # Weights and rows use the same order of K inside a step, so a lane's 16 bytes serve as they
+        # lie.
         lane_weights = (
             weights + (group & 1) * (self.copy_bytes + 64) + (group >> 1) * (2 * self.k) + columns
         )
@@ -238,7 +239,8 @@ class SplitN:
 
     @cute.jit
     def finish(self, arguments, shared, raw_weight, part, head, heads, row0, rows, warp, lane):
-        """Adds the partial sums and quantises: one batch row per warp, one of the head's columns per lane."""
+        """Adds the partial sums and quantises: one batch row per warp, one of the head's columns
+        per lane."""
         sums, peaks = shared["sums"], shared["peaks"]
         bar_peaks = shared["bars"] + 8 * BAR_PEAKS
         if warp < rows:

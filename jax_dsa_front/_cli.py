@@ -1,0 +1,167 @@
+"""The console script `jax-dsa-front`: the demo, and `info` for bug reports."""
+
+import argparse
+import ctypes
+import importlib.metadata
+import platform
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from jax_dsa_front import _terminal
+from jax_dsa_front._config import ROW_BYTES
+
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "cuda-python", "numpy")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="jax-dsa-front",
+        description="The indexer front of DeepSeek Sparse Attention as one JAX operator.",
+    )
+    parser.add_argument(
+        "command",
+        nargs="?",
+        choices=("demo", "info"),
+        default="demo",
+        help="demo (default): a jitted decode loop, its recall, and a check of recorded outputs, "
+        "under a minute on two CPU cores; info: versions, devices and kernels, for bug reports",
+    )
+    parser.add_argument(
+        "--cache-format",
+        choices=tuple(ROW_BYTES),
+        default="fp8",
+        help="format of the demo's key cache (default: fp8)",
+    )
+    options = parser.parse_args(arguments)
+    if options.command == "info":
+        print("\n".join(_terminal.row(label, text) for label, text in info()))
+        return 0
+    from jax_dsa_front import _demo
+
+    try:
+        return _demo.run(options.cache_format)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def info() -> list[tuple[str, str]]:
+    """Labelled lines about this installation; a line that cannot be had says why."""
+    questions: list[tuple[str, Callable[[], str]]] = [
+        ("jax_dsa_front", _own_version),
+        ("installed in", lambda: str(Path(__file__).parent)),
+        ("python", lambda: f"{platform.python_version()} on {platform.platform()}"),
+        *((name, lambda name=name: _version(name)) for name in PACKAGES),
+        ("driver", _driver),
+        ("devices", _devices),
+        ("kernels", _kernels),
+        ("registration", _registration),
+        ("kernel can run", _kernel_can_run),
+        ("what would run", _choices),
+    ]
+    lines = []
+    for label, answer in questions:
+        try:
+            lines.append((label, answer()))
+        except Exception as error:  # a broken installation is what a bug report is about
+            lines.append((label, f"unknown ({type(error).__name__}: {error})"))
+    return lines
+
+
+def _own_version() -> str:
+    import jax_dsa_front
+
+    return jax_dsa_front.__version__
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _driver() -> str:
+    """The driver's own version and the newest CUDA that it supports, without initialising it."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "no NVIDIA driver (libcuda.so.1)"
+    version = ctypes.c_int()
+    status = library.cuDriverGetVersion(ctypes.byref(version))
+    supports = f"CUDA {version.value // 1000}.{version.value % 1000 // 10}"
+    if status != 0:
+        supports = f"cuDriverGetVersion returned {status}"
+    kernel_module = Path("/proc/driver/nvidia/version")
+    own = kernel_module.read_text().splitlines()[0] if kernel_module.exists() else ""
+    return f"{supports} {own}".strip()
+
+
+def _devices() -> str:
+    import jax
+
+    found = Counter(
+        f"{device.device_kind} ({device.platform}"
+        + (f", {capability})" if (capability := getattr(device, "compute_capability", "")) else ")")
+        for device in jax.local_devices()
+    )
+    return ", ".join(f"{count} x {name}" for name, count in found.items())
+
+
+def _kernels() -> str:
+    from jax_dsa_front import _variants
+
+    if not _variants.MANIFEST.exists():
+        return "none: the package was not built (its cubins are missing); pip install it"
+    manifest = _variants.manifest()
+    widths: dict[str, set[int]] = {}
+    for kernel in manifest["kernels"]:
+        widths.setdefault(kernel["arch"], set()).add(kernel["k"])
+    each = (f"{arch} (K = {', '.join(map(str, sorted(ks)))})" for arch, ks in widths.items())
+    count = len(manifest["kernels"])
+    return f"{count} cubins for {', '.join(each)}, built with CuTe DSL {manifest['cutlass_dsl']}"
+
+
+def _registration() -> str:
+    from jax_dsa_front import _runtime
+
+    error = _runtime.registration_error()
+    return error or f"{_runtime.TARGET} is registered for CUDA"
+
+
+def _kernel_can_run() -> str:
+    from jax_dsa_front import _runtime
+
+    obstacle = _runtime.missing()
+    return (
+        f"no: {obstacle}"
+        if obstacle
+        else f"yes, on {', '.join(_runtime.local_cuda_architectures())}"
+    )
+
+
+def _choices() -> str:
+    """What runs for the shapes of Kimi K3.1 (K = 1536, 32 heads), by batch."""
+    batches: dict[str, list[str]] = {}
+    for batch in (1, 8, 64, 256, 1024):
+        batches.setdefault(_choice(batch), []).append(str(batch))
+    return "; ".join(f"at B = {', '.join(some)} {choice}" for choice, some in batches.items())
+
+
+def _choice(batch: int) -> str:
+    import jax
+    import jax.numpy as jnp
+
+    import jax_dsa_front as dsa
+
+    shapes = [
+        *(((batch, 1696), jnp.bfloat16), ((1536,), jnp.bfloat16), ((4096, 1536), jnp.bfloat16)),
+        *(((128,), jnp.float32), ((128,), jnp.float32), ((16, 64, 132), jnp.uint8)),
+        ((batch,), jnp.int32),
+    ]
+    operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    static = dict(key_offset=1536, weight_offset=1664, eps=1e-6, key_eps=1e-6)
+    return str(dsa.explain(*operands, **static))

@@ -1,0 +1,83 @@
+"""Rules for single arguments, with their messages: argument, rule, what was expected, what came."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+CONCRETE = (jax.Array, np.ndarray)  # tracers are jax.Arrays
+
+
+def choice(name: str, value: Any, known: Iterable[str]) -> str:
+    if not isinstance(value, str) or value not in known:
+        names = ", ".join(f'"{x}"' for x in known)
+        raise ValueError(f"{name} must be one of {names}, got {value!r}")
+    return value
+
+
+def array(name: str, value: Any, abstract: bool = False) -> None:
+    if not (isinstance(value, CONCRETE) or (abstract and isinstance(value, jax.ShapeDtypeStruct))):
+        raise TypeError(f"{name} must be a JAX or NumPy array, got {type(value).__name__}")
+
+
+def dtype(name: str, value: Any, *allowed: str) -> None:
+    if value.dtype.name not in allowed:
+        raise TypeError(f"{name} must have dtype {' or '.join(allowed)}, got {value.dtype.name}")
+
+
+def width(name: str, value: Any, expected: int, meaning: str) -> None:
+    if value.shape[-1] != expected:
+        raise ValueError(
+            f"{name} must be {expected} wide ({meaning}) in its last axis, got {value.shape}"
+        )
+
+
+def rows(name: str, value: Any, batch: Any, other: str) -> None:
+    if value.shape[0] != batch:
+        raise ValueError(f"{name} must have as many rows as {other} ({batch}), got {value.shape}")
+
+
+def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} must be a Python int, got {type(value).__name__}")
+    if value < low or (high is not None and value > high):
+        rule = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ValueError(f"{name} must be {rule}, got {value}")
+    return int(value)
+
+
+def positive_float(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (float, int, np.floating, np.integer)):
+        raise TypeError(f"{name} must be a Python float, got {type(value).__name__}")
+    with np.errstate(over="ignore", under="ignore"):
+        rounded = np.float32(value)
+    if not (np.isfinite(rounded) and rounded > 0):
+        raise ValueError(f"{name} must be positive and finite in float32, got {value}")
+    return float(value)
+
+
+def index(name: str, value: Any, size: int) -> tuple[int | None, Any]:
+    """An int in [0, size) as it is, or an integer scalar array as an int32 operand."""
+    if isinstance(value, (bool, int, np.generic)):
+        return integer(name, value, 0, size - 1), None
+    if not isinstance(value, (*CONCRETE, jax.ShapeDtypeStruct)):
+        raise TypeError(f"{name} must be an int or an integer scalar, got {type(value).__name__}")
+    if not jnp.issubdtype(value.dtype, np.integer):
+        raise TypeError(f"{name} must have an integer dtype, got {value.dtype.name}")
+    if value.shape != ():
+        raise ValueError(f"{name} must be a scalar, got shape {value.shape}")
+    return None, _int32_index(value, size)
+
+
+def _int32_index(value: Any, size: int) -> Any:
+    """The scalar as int32; what 32 bits cannot hold stays out of [0, size) on its side."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((), np.int32)
+    if isinstance(value, np.ndarray):
+        return np.int32(min(max(int(value), -1), size))
+    if value.dtype.itemsize < 4 or value.dtype == np.int32:
+        return value.astype(np.int32)
+    low = 0 if jnp.issubdtype(value.dtype, np.unsignedinteger) else -1
+    return jnp.clip(value, low, size).astype(np.int32)
