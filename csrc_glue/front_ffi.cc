@@ -110,6 +110,7 @@ ffi::Error Execute(CUstream stream, int32_t device, ffi::AnyBuffer projected, ff
   check.Require(projected.dimensions().size() == 2 && key.dimensions().size() == 2 &&
                     head_weights.dimensions().size() == 2 && slots.dimensions().size() == 1,
                 "projected, key and head_weights must have rank 2 and slots rank 1");
+  check.Require(traced_mask >= 0 && traced_mask < 4, "unknown traced operands");
   check.Require(traced.size() == size_t((traced_mask & 1) + ((traced_mask >> 1) & 1)), "traced operands are missing");
   check.Require(more.size() == (mxfp4 ? 2 : 1), "results must end with query_scale, for mxfp4 alone, and the scratch");
   if (!check.ok()) return check.error();
@@ -168,7 +169,8 @@ ffi::Error Execute(CUstream stream, int32_t device, ffi::AnyBuffer projected, ff
   check.Require(weight_offset >= 0 && weight_offset + heads_read <= weight_width,
                 "weight_offset + head_start + H must lie within head_weights");
   check.Require((layers == 0 && layer == 0) || (layer >= 0 && layer < layers), "layer must lie within the stack");
-  check.Require(!(traced_mask & 1) || layers > 0, "layer without a stacked operand");
+  check.Require(!(traced_mask & 1) || (layers > 0 && layer == 0), "a traced layer needs a stacked operand and no static one");
+  check.Require(!(traced_mask & 2) || head_start == 0, "head_start is either traced or static");
   check.Require(cache.untyped_data() == cache_out->untyped_data(), "the cache must be aliased to its result");
   // The kernel's pitches and strides are 32-bit numbers of bytes.
   constexpr int64_t kInt32Max = INT32_MAX;

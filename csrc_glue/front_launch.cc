@@ -120,7 +120,7 @@ std::string LaunchFront(const KernelSet& set, FrontParams& params, int32_t heads
     status = Launch(driver, kernel, {c, h, t}, {}, params, stream, false);
     return status == CUDA_SUCCESS ? "" : DriverError(driver, status, "cuLaunchKernelEx");
   }
-  alignas(64) CUtensorMap weights_map, rows_map;
+  CUtensorMap weights_map, rows_map;
   status = EncodeWeights(driver, params, set.k, wq_b_rows, &weights_map);
   if (status == CUDA_SUCCESS && kernel.schedule == kSplitKRows) {
     status = EncodeRows(driver, params, set.k, kernel.tile, &rows_map);
@@ -152,5 +152,6 @@ extern "C" __attribute__((visibility("default"))) int32_t JaxDsaFrontLaunch(int3
   if (set == nullptr) set = jax_dsa_front::LoadKernels(device, k, &error);
   if (set != nullptr) error = jax_dsa_front::LaunchFront(*set, *params, heads, wq_b_rows, stream);
   std::strncpy(message, error.c_str(), message_bytes - 1);
+  message[message_bytes - 1] = 0;
   return error.empty() ? 0 : 1;
 }

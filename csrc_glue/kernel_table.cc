@@ -54,8 +54,8 @@ const KernelSet* LoadKernels(int32_t device, int32_t k, std::string* error) {
   {
     std::lock_guard<std::mutex> lock(g_mutex);
     --g_loading;
+    g_idle.notify_all();  // inside the lock: after it, Close may return and the process end
   }
-  g_idle.notify_all();
   const KernelSet* set = FindKernels(device, k);
   if (failed || set == nullptr) {
     message[kMessageBytes - 1] = 0;

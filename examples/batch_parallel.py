@@ -4,7 +4,6 @@ Every device owns a pool of pages and the sequences that live in it; slots count
 Nothing crosses devices, and each device's bytes are those of the same rows run alone.
 """
 
-import functools
 import os
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -34,7 +33,7 @@ def main() -> None:
     mapped = jax.shard_map(
         local_step, mesh=mesh, in_specs=(whole, split, split, split), out_specs=split
     )
-    step = functools.partial(jax.jit, donate_argnums=2)(mapped)
+    step = jax.jit(mapped, donate_argnums=2)
 
     keys = jax.random.split(jax.random.key(0), 2)
     wq_b = jax.random.normal(keys[0], (HEADS * 128, K), jnp.bfloat16) * K**-0.5

@@ -25,7 +25,7 @@ def model(seed: int) -> tuple[tuple[jax.Array, ...], jax.Array]:
 
 
 def step(weights, project, hidden, cache, length, wanted):
-    """One token for each sequence that wants more; sequence b owns a run of PAGES // BATCH pages."""
+    """One token for each sequence that wants more; each owns a run of PAGES // BATCH pages."""
     first = jnp.arange(BATCH) * (PAGES // BATCH * PAGE)
     slots = jnp.where(length < wanted, first + length, -1)
     front = dsa.index_front(hidden @ project, *weights, cache, slots, **STATIC)

@@ -22,7 +22,7 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "
 
 
 def local_step(q_norm, wq_b, gain, bias, projected, cache, slots):
-    """One device's heads: wq_b [HEADS / devices * 128, K], all rows, cache [1, PAGES, PAGE, 132]."""
+    """One device's heads, wq_b [HEADS / devices * 128, K]; all rows; its cache is [1, ...]."""
     own = wq_b.shape[0] // 128
     head_start = jax.lax.axis_index("model") * own
     front = dsa.index_front(
@@ -41,7 +41,7 @@ def main() -> None:
     heads = PartitionSpec(None, "model")
     specs = (whole, first, whole, whole, whole, first, whole)
     mapped = jax.shard_map(local_step, mesh=mesh, in_specs=specs, out_specs=(heads, heads, first))
-    step = functools.partial(jax.jit, donate_argnums=5)(mapped)
+    step = jax.jit(mapped, donate_argnums=5)
 
     keys = jax.random.split(jax.random.key(0), 2)
     wq_b = jax.random.normal(keys[0], (HEADS * 128, K), jnp.bfloat16) * K**-0.5

@@ -34,7 +34,7 @@ def main() -> None:
     keys = jax.random.split(jax.random.key(0), 2)
     wq_b = jax.random.normal(keys[0], (LAYERS, HEADS * 128, K), jnp.bfloat16) * K**-0.5
     ones, norm = jnp.ones((LAYERS, K), jnp.bfloat16), jnp.ones((LAYERS, 128))
-    weights = ones, wq_b, norm, 0 * norm
+    weights = ones, wq_b, norm, jnp.zeros_like(norm)
     projected = jax.random.normal(keys[1], (STEPS, BATCH, K + 128 + HEADS), jnp.bfloat16)
     slots = jnp.arange(STEPS * BATCH, dtype=jnp.int32).reshape(STEPS, BATCH)
 

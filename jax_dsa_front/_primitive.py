@@ -133,7 +133,9 @@ def _lower_jnp_form(ctx: Any, operands: Sequence[Any], config: FrontConfig, cuda
 
 
 def _default_lowering(ctx: mlir.LoweringRuleContext, *operands: Any, config: FrontConfig) -> Any:
-    choose_elsewhere(config, "/".join(ctx.platforms or ctx.module_context.platforms))
+    if config.implementation == "cuda":
+        # Raises. Others must not come here: to look for what is missing initialises the driver.
+        choose_elsewhere(config, "/".join(ctx.platforms or ctx.module_context.platforms))
     return _lower_jnp_form(ctx, operands, config, cuda=False)
 
 
@@ -144,8 +146,9 @@ def _cuda_lowering(ctx: mlir.LoweringRuleContext, *operands: Any, config: FrontC
     rule = jax.ffi.ffi_lowering(TARGET, operand_output_aliases={CACHE: CACHE_RESULT})
     # One more result than the primitive has: scratch for the normalised rows, which the handler
     # uses where it takes two launches.
-    batch, latent = ctx.avals_in[PROJECTED].shape[0], ctx.avals_in[WQ_B].shape[-1]
-    scratch = jax.core.ShapedArray((batch, latent), ctx.avals_in[WQ_B].dtype)
+    avals: Sequence[Any] = ctx.avals_in
+    rows = avals[PROJECTED].shape[0], avals[WQ_B].shape[-1]
+    scratch = avals[PROJECTED].update(shape=rows)
     *results, _ = rule(
         ctx.replace(avals_out=[*ctx.avals_out, scratch]),
         *operands,

@@ -4,11 +4,13 @@ Importing this module opens the small handler library and nothing else: no drive
 no backend.  XLA's INITIALIZE stage asks `_load` for the kernels of a device and a K the first time
 that they are needed there, also in a process that only runs programs lowered elsewhere."""
 
+import _thread
 import atexit
 import ctypes
 import functools
 import hashlib
 import importlib
+import os
 import threading
 import traceback
 from pathlib import Path
@@ -50,7 +52,8 @@ class KernelUnavailableError(RuntimeError):
 
 _registration_error: str | None = "jax_dsa_front was not imported as a package"
 _library: ctypes.CDLL | None = None
-_load_lock = threading.Lock()
+# Re-entrant: a signal handler may need kernels while this thread loads others
+_load_lock = threading.RLock()
 _libraries: dict[
     str, Any
 ] = {}  # name of a variant -> CUlibrary, loaded once per process and never unloaded
@@ -89,6 +92,8 @@ def register() -> None:
     jax.ffi.register_ffi_target(TARGET, stages, platform="CUDA")
     library.JaxDsaFrontSetLoader(ctypes.cast(_load, ctypes.c_void_p))
     atexit.register(library.JaxDsaFrontClose)
+    # A forked child has none of the parent's threads, so it must not wait for a load of theirs.
+    os.register_at_fork(after_in_child=lambda: atexit.unregister(library.JaxDsaFrontClose))
     _library, _registration_error = library, None
 
 
@@ -183,11 +188,14 @@ def _load(device: int, k: int, message: int, message_bytes: int) -> int:
         with _load_lock:
             _publish(device, k)
     except BaseException as error:  # nothing may pass through the C++ frames above
+        if isinstance(error, KeyboardInterrupt):
+            _thread.interrupt_main()  # again, where it can be raised
         if isinstance(error, KernelUnavailableError):
             text = str(error)
         else:
             text = "".join(traceback.format_exception_only(error)).strip()
         encoded = f"jax_dsa_front could not load its kernels: {text}".encode()[: message_bytes - 1]
+        encoded = encoded.decode(errors="ignore").encode()  # not in the middle of a character
         ctypes.memmove(message, encoded + b"\0", len(encoded) + 1)
         return 1
     return 0
@@ -216,9 +224,12 @@ def _publish(device: int, k: int) -> None:
         for entry in _variants.manifest()["kernels"]
         if (entry["arch"], entry["k"]) == (arch, k)
     ]
-    context = _check(
-        driver, driver.cuDevicePrimaryCtxRetain(handle)
-    )  # XLA's own; kept for the process's life
+    if not entries:
+        raise KernelUnavailableError(
+            f"the manifest has no kernel for {arch} and K = {k}; reinstall jax_dsa_front"
+        )
+    # XLA's own context, kept for the process's life
+    context = _check(driver, driver.cuDevicePrimaryCtxRetain(handle))
     _check(driver, driver.cuCtxPushCurrent(context))
     try:
         kernels = (_Kernel * len(entries))(*(_kernel(driver, entry, handle) for entry in entries))

@@ -203,10 +203,17 @@ def fp4_word(values, inverse):
     return codes[0] | (codes[1] << 4) | (codes[2] << 8) | (codes[3] << 12)
 
 
+def lane_sum(value, distances=(16, 8, 4, 2, 1)):
+    """The sum over the lanes whose numbers differ in these bits, by default the whole warp."""
+    for distance in distances:
+        value = value + cute.arch.shuffle_sync_bfly(value, distance)
+    return value
+
+
 def group_max(amax):
     """The largest of the 8 lanes that hold one 32-column group, 4 columns each."""
     for distance in (1, 2, 4):
-        amax = ptx.max_u32(amax, ptx.lane_exchange(amax, distance))
+        amax = ptx.max_u32(amax, cute.arch.shuffle_sync_bfly(amax, distance))
     return amax
 
 
@@ -227,14 +234,12 @@ def insert_key(arguments, row, layer, inside, lane):
         shift = ptx.load_global_f32x4(shift + lane * 16)
         values = [ptx.widen_bf16(half) for half in raw]
         total = ((values[0] + values[1]) + values[2]) + values[3]
-        for distance in (16, 8, 4, 2, 1):
-            total = ptx.lane_add(total, distance)
+        total = lane_sum(total)
         centred = [value - total * Float32(1 / HEAD_DIM) for value in values]
         total = (
             (centred[0] * centred[0] + centred[1] * centred[1]) + centred[2] * centred[2]
         ) + centred[3] * centred[3]
-        for distance in (16, 8, 4, 2, 1):
-            total = ptx.lane_add(total, distance)
+        total = lane_sum(total)
         rr = ptx.reciprocal_sqrt(total * Float32(1 / HEAD_DIM) + arguments.key_eps)
         values = [
             ptx.round_bf16(ptx.multiply(centred[i], rr) * gain[i] + shift[i]) for i in range(4)
@@ -252,7 +257,9 @@ def insert_key(arguments, row, layer, inside, lane):
                 scales = base + Int64(arguments.page_size) * 64
                 ptx.store_global_u8(scales + Int64(token) * 4 + lane // 8, exponent)
         else:
-            scale, inverse = fp8_scale(ptx.max_u32(ptx.warp_max_u32(amax), Uint32(FP8_KEY_FLOOR)))
+            scale, inverse = fp8_scale(
+                ptx.max_u32(cute.arch.warp_redux_sync(amax, "max"), Uint32(FP8_KEY_FLOOR))
+            )
             base = base + page * (Int64(arguments.page_size) * 132)
             ptx.store_global_u32(base + Int64(token) * 128 + lane * 4, fp8_word(values, inverse))
             if lane == 0:

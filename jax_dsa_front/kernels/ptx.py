@@ -3,7 +3,10 @@
 Every function is one instruction or a short fixed sequence. Addresses are integers: 32 bits for
 shared memory (of this CTA, or of the cluster where `cluster` is in the name), 64 bits for global
 memory.  Functions without side effects are marked `pure`, so that the compiler may move or drop
-them; the others keep their order among each other."""
+them; the others keep their order among each other.
+Instructions that a whole warp must execute together (shuffles, reductions, barriers inside a CTA)
+are the DSL's own, which the compiler knows not to duplicate into diverging branches.
+"""
 
 from cutlass import Float32, Int16, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm
@@ -75,18 +78,6 @@ def mbarrier_wait(bar, parity, scope="cta"):
     )
 
 
-def named_barrier_sync(name, threads):
-    asm(f"bar.sync {name}, {threads};")
-
-
-def named_barrier_arrive(name, threads):
-    asm(f"bar.arrive {name}, {threads};")
-
-
-def warp_sync():
-    asm("bar.warp.sync 0xffffffff;")
-
-
 def cluster_arrive_relaxed():
     asm("barrier.cluster.arrive.relaxed.aligned;")
 
@@ -98,16 +89,6 @@ def cluster_wait():
 def fence_async_shared():
     """Makes this thread's shared-memory stores visible to wgmma and the copy engine."""
     asm("fence.proxy.async.shared::cta;")
-
-
-def grid_wait():
-    """Programmatic dependent launch: every kernel before this one has finished and its writes are
-    visible."""
-    asm("griddepcontrol.wait;")
-
-
-def grid_launch_dependents():
-    asm("griddepcontrol.launch_dependents;")
 
 
 # Copies and memory --------------------------------------------------------------------------------
@@ -297,21 +278,6 @@ def multiply(left, right):
 
 def max_u32(left, right):
     return asm("max.u32 $0, $1, $2;", (left, right), (Uint32,), pure=True)
-
-
-def warp_max_u32(word):
-    return asm("redux.sync.max.u32 $0, $1, 0xffffffff;", (word,), (Uint32,))
-
-
-def lane_exchange(word, distance):
-    """The word of the lane whose number differs in the bit `distance`."""
-    return asm(f"shfl.sync.bfly.b32 $0, $1, {distance}, 0x1f, 0xffffffff;", (word,), (Uint32,))
-
-
-def lane_add(value, distance):
-    code = f"shfl.sync.bfly.b32 t, $1, {distance}, 0x1f, 0xffffffff; add.f32 $0, $1, t;"
-    code = "{ .reg .f32 t; " + code + " }"
-    return asm(code, (value,), (Float32,))
 
 
 def e4m3_pair(low, high):

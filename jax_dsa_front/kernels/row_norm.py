@@ -1,15 +1,18 @@
 """First of two launches for the largest batches: normalises the rows once.
 
-One CTA per row, 8 columns per thread. `split_k_rows.py` is the second launch. Normalising inside
-it, as `split_k.py` does, would take as long as the products.
+One CTA per row, one warp per half of it. `split_k_rows.py` is the second launch. Normalising inside
+it, as `split_k.py` does, would take as long as the products. The squares are added in the order of
+`split_k.py`, so that a row's bytes are the same whether one launch or two serve it.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64
+from cutlass import Float32, Int32, Int64
 
 from . import ptx
-from .common import FrontArguments, SharedMemory, chosen_layer, shared_address
+from .common import FrontArguments, SharedMemory, chosen_layer, lane_sum, shared_address
+
+HALVES = 2
 
 
 class RowNorm:
@@ -17,12 +20,13 @@ class RowNorm:
 
     cluster = 1
     tile = 1
+    threads = 32 * HALVES
 
     def __init__(self, k):
         self.k = k
-        self.warps = k // 256
-        self.threads = 32 * self.warps
-        self.shared = SharedMemory({"squares": (self.warps * 4, 16)})
+        self.half_k = k // HALVES
+        self.pieces = -(-self.half_k // 256)  # of 16 bytes per lane
+        self.shared = SharedMemory({"squares": (HALVES * 4, 16)})
 
     @cute.jit
     def __call__(self, arguments: FrontArguments, stream):
@@ -33,31 +37,33 @@ class RowNorm:
     @cute.kernel
     def kernel(self, arguments: FrontArguments):
         # The second launch may begin now: it loads weights and waits before it reads the rows.
-        ptx.grid_launch_dependents()
+        cute.arch.griddepcontrol_launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
         row, _, _ = cute.arch.block_idx()
         lane = thread & 31
-        warp = cute.arch.make_warp_uniform(thread >> 5)
+        half = cute.arch.make_warp_uniform(thread >> 5)
         squares = shared_address(self.shared.allocate()["squares"])
+        first = half * (2 * self.half_k) + lane * 16  # byte offset of this lane's first 8 columns
+        source = arguments.projected + Int64(row) * arguments.projected_pitch + first
+        # The last piece of K = 1280 is half a warp's.
+        present = [Int32(lane + 32 * i < self.half_k // 8) for i in range(self.pieces)]
+        x = [ptx.load_global_16b_if(source + 512 * i, present[i]) for i in range(self.pieces)]
         layer, _ = chosen_layer(arguments)
-        column = thread * 16
-        x = ptx.load_global_16b(
-            arguments.projected + Int64(row) * arguments.projected_pitch + column
-        )
-        gamma = ptx.load_global_16b(
-            arguments.q_norm + Int64(layer) * arguments.q_norm_layer_stride + column
-        )
+        source = arguments.q_norm + Int64(layer) * arguments.q_norm_layer_stride + first
+        gamma = [ptx.load_global_16b_if(source + 512 * i, present[i]) for i in range(self.pieces)]
+
         total = Float32(0)
-        for word in x:
-            total = ptx.sum_squares(word, total)
-        for distance in (16, 8, 4, 2, 1):
-            total = ptx.lane_add(total, distance)
+        for i in cutlass.range_constexpr(self.pieces):
+            for word in x[i]:
+                total = ptx.sum_squares(word, total)
+        total = lane_sum(total)
         if lane == 0:
-            ptx.store_shared_f32(squares + warp * 4, total)
+            ptx.store_shared_f32(squares + half * 4, total)
         cute.arch.sync_threads()
-        total = Float32(0)
-        for i in cutlass.range_constexpr(self.warps):
-            total = total + ptx.load_shared_f32(squares + i * 4)
+        total = ptx.load_shared_f32(squares) + ptx.load_shared_f32(squares + 4)
         rr = ptx.reciprocal_sqrt(total * Float32(1 / self.k) + arguments.eps)
-        words = [ptx.norm_pair(x[i], gamma[i], rr) for i in range(4)]
-        ptx.store_global_16b(arguments.rows + Int64(row) * (2 * self.k) + column, words)
+        target = arguments.rows + Int64(row) * (2 * self.k) + first
+        for i in cutlass.range_constexpr(self.pieces):
+            words = [ptx.norm_pair(x[i][e], gamma[i][e], rr) for e in range(4)]
+            if present[i] != 0:
+                ptx.store_global_16b(target + 512 * i, words)

@@ -28,6 +28,7 @@ from .common import (
     fp8_word,
     group_max,
     insert_key,
+    lane_sum,
     largest,
     load_head_weight,
     shared_address,
@@ -142,7 +143,7 @@ class SplitK:
                 ptx.mbarrier_init(shared["bar_squares"], 1)
                 ptx.mbarrier_init(shared["bar_sums"], 1)
                 ptx.mbarrier_init_fence()
-            ptx.warp_sync()
+            cute.arch.sync_warp()
             # Expected bytes, one barrier per lane (the initialisation would be a loop over the
             # lanes)
             nbytes = Int32(CHUNK_BYTES)
@@ -152,9 +153,9 @@ class SplitK:
                 nbytes = own * 512
             if lane < self.ring + 2:
                 ptx.mbarrier_expect(shared["bars"] + 8 * lane, nbytes)
-            ptx.warp_sync()
+            cute.arch.sync_warp()
             ptx.cluster_arrive_relaxed()
-            ptx.grid_wait()
+            cute.arch.griddepcontrol_wait()
             layer, inside = chosen_layer(arguments)
             bars = cute.recast_ptr(pointers["bars"], dtype=Uint64)
             source, target = self.weight_copies(atom, coordinates, pointers, arguments, layer, head)
@@ -169,7 +170,7 @@ class SplitK:
             policy = ptx.evict_first_policy()
             for chunk in cutlass.range_constexpr(EARLY_CHUNKS[self.tile]):
                 self.copy_chunk(atom, source, target, bars, policy, part, chunk)
-            ptx.named_barrier_sync(BARRIER_ROWS_LANDED, THREADS)
+            cute.arch.barrier(barrier_id=BARRIER_ROWS_LANDED, number_of_threads=THREADS)
             for chunk in cutlass.range_constexpr(EARLY_CHUNKS[self.tile], self.ring):
                 self.copy_chunk(atom, source, target, bars, policy, part, chunk)
             for chunk in cutlass.range_constexpr(self.ring, self.chunks):
@@ -178,14 +179,14 @@ class SplitK:
                 with cute.arch.elect_one():
                     ptx.mbarrier_expect(shared["bars"] + 8 * slot, CHUNK_BYTES)
                 self.copy_chunk(atom, source, target, bars, policy, part, chunk)
+            ptx.cluster_wait()
+            ptx.cluster_arrive_relaxed()  # before the keys: the sums of the peer wait for it
             cta = (head * tiles + tile) * CLUSTER + part
             for row in range(cta, arguments.batch, CLUSTER * tiles * heads):
                 insert_key(arguments, row, layer, inside, lane)
             ptx.cluster_wait()
-            ptx.cluster_arrive_relaxed()
-            ptx.cluster_wait()
         else:
-            ptx.grid_wait()
+            cute.arch.griddepcontrol_wait()
             x = self.load_rows(arguments, part, rows, warp, lane)
             ptx.cluster_arrive_relaxed()
             raw_weights = self.load_head_weights(arguments, own_row, head, warp)
@@ -291,8 +292,7 @@ class SplitK:
             for piece in x[p]:
                 for word in piece:
                     total = ptx.sum_squares(word, total)
-            for distance in (16, 8, 4, 2, 1):
-                total = ptx.lane_add(total, distance)
+            total = lane_sum(total)
             if (lane < CLUSTER) & (
                 local < count
             ):  # to both CTAs: squares[half of K][finishing CTA][row]
@@ -302,7 +302,7 @@ class SplitK:
                     ptx.bits(total),
                     ptx.peer_address(bar_squares, lane),
                 )
-        ptx.named_barrier_arrive(BARRIER_ROWS_LANDED, THREADS)
+        cute.arch.barrier_arrive(barrier_id=BARRIER_ROWS_LANDED, number_of_threads=THREADS)
         ptx.mbarrier_wait(bar_squares, 0, "cluster")
         norms = []
         for p in cutlass.range_constexpr(self.tile // WARPS):
@@ -330,7 +330,7 @@ class SplitK:
                     if self.in_half(column, i):
                         ptx.store_shared_16b(address, words)
         ptx.fence_async_shared()
-        ptx.named_barrier_sync(BARRIER_NORMALISED, 32 * WARPS)
+        cute.arch.barrier(barrier_id=BARRIER_NORMALISED, number_of_threads=32 * WARPS)
 
     @cute.jit
     def multiply(self, accumulator, shared, warp, lane, first, last):
@@ -352,8 +352,8 @@ class SplitK:
             if cutlass.const_expr(chunk > 0):
                 accumulator = ptx.wgmma_wait(accumulator, 1)  # the chunk before is done
                 if cutlass.const_expr(chunk == self.reuse_chunk):
-                    # The peer may now write where the sums go. Nothing is published by
-                    # this: a release would only add a fence of the whole GPU.
+                    # The peer may now write where the sums go: wgmma_wait returned, so the reads
+                    # are done. Nothing is published: a release would only fence the whole GPU.
                     ptx.cluster_arrive_relaxed()
                 if cutlass.const_expr(chunk - 1 + self.ring < self.chunks):  # noqa: SIM102
                     if lane == 0:
@@ -397,7 +397,7 @@ class SplitK:
                 ptx.store_shared_f32x2(
                     kept + row * 512 + column * 4, accumulator[i], accumulator[i + 2]
                 )
-        ptx.named_barrier_sync(BARRIER_NORMALISED, 32 * WARPS)
+        cute.arch.barrier(barrier_id=BARRIER_NORMALISED, number_of_threads=32 * WARPS)
         ptx.mbarrier_wait(bar_sums, 0, "cluster")
 
     @cute.jit
@@ -430,7 +430,8 @@ class SplitK:
         else:
             floor = Uint32(FP8_QUERY_FLOOR)
             scales = [
-                fp8_scale(ptx.max_u32(ptx.warp_max_u32(amax[i]), floor)) for i in range(count)
+                fp8_scale(ptx.max_u32(cute.arch.warp_redux_sync(amax[i], "max"), floor))
+                for i in range(count)
             ]
             for i in cutlass.range_constexpr(count):
                 index = Int64(own_row + warp + WARPS * i) * heads + head

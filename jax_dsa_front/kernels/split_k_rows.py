@@ -4,7 +4,8 @@ normalised.
 The rows come by TMA through the same ring as the weights, which leaves room for tiles of 128: the
 weights are then read once for 128 rows. Launched with programmatic stream serialization behind a
 first launch without it: when this kernel begins, everything before the first launch has finished,
-so all but the normalised rows may be read before `grid_wait`. A tenth warp inserts the keys.
+so all but the normalised rows may be read before `griddepcontrol_wait`. A tenth warp inserts the
+keys.
 """
 
 import cutlass
@@ -99,13 +100,13 @@ class SplitKRows(SplitK):
                     ptx.mbarrier_init(shared["bar_empty"] + 8 * slot, WARPS)
                 ptx.mbarrier_init(shared["bar_sums"], 1)
                 ptx.mbarrier_init_fence()
-            ptx.warp_sync()
+            cute.arch.sync_warp()
             nbytes = Int32(self.slot_bytes)
             if lane == self.ring:
                 nbytes = own * 512
             if lane < self.ring + 1:
                 ptx.mbarrier_expect(shared["bars"] + 8 * lane, nbytes)
-            ptx.warp_sync()
+            cute.arch.sync_warp()
             ptx.cluster_arrive_relaxed()
             layer, _ = chosen_layer(arguments)
             bars = cute.recast_ptr(pointers["bars"], dtype=Uint64)
@@ -114,7 +115,7 @@ class SplitKRows(SplitK):
             policy = ptx.evict_first_policy()
             for chunk in cutlass.range_constexpr(EARLY_CHUNKS):
                 self.copy_chunk(atom, source, target, bars, policy, part, chunk)
-            ptx.grid_wait()
+            cute.arch.griddepcontrol_wait()
             for chunk in cutlass.range_constexpr(self.ring):
                 self.copy_rows(row_atom, rows, bars, part, chunk)
                 if cutlass.const_expr(chunk + EARLY_CHUNKS < self.ring):
@@ -131,12 +132,12 @@ class SplitKRows(SplitK):
             ptx.cluster_wait()
         elif warp == WARPS + 1:
             ptx.cluster_arrive_relaxed()
+            ptx.cluster_wait()
+            ptx.cluster_arrive_relaxed()
             layer, inside = chosen_layer(arguments)
             cta = (head * tiles + tile) * CLUSTER + part
             for row in range(cta, arguments.batch, CLUSTER * tiles * heads):
                 insert_key(arguments, row, layer, inside, lane)
-            ptx.cluster_wait()
-            ptx.cluster_arrive_relaxed()
             ptx.cluster_wait()
         else:
             ptx.cluster_arrive_relaxed()

@@ -24,6 +24,7 @@ from .common import (
     fp4_scale,
     fp8_scale,
     insert_key,
+    lane_sum,
     load_head_weight,
     magnitude,
     shared_address,
@@ -39,7 +40,7 @@ COPIES = 8  # of 4 rows each
 # Weights whose copies start before the activations have arrived, in pairs of copies; x behind the
 # whole stream takes 3-7 k clocks instead of 1 k.
 EARLY_PAIRS = 2
-CHAINS = 4  # independent accumulators per 16 rows
+CHAINS = 2  # independent accumulators per 16 rows
 SUM_PITCH = 36  # floats per batch row of the partial sums: 4 too many, against bank conflicts
 
 # mbarriers: one per pair of copies, then
@@ -113,7 +114,7 @@ class SplitN:
             for bar in cutlass.range_constexpr(BARS):
                 ptx.mbarrier_init(bars + 8 * bar, 1)
             ptx.mbarrier_init_fence()
-        ptx.warp_sync()
+        cute.arch.sync_warp()
         # Expected bytes, one barrier per lane (the initialisation would be a loop over the lanes)
         nbytes = Int32(2 * self.copy_bytes)
         if lane == BAR_GAMMA:
@@ -122,8 +123,8 @@ class SplitN:
             nbytes = CLUSTER * 4 * rows
         if lane < BARS:
             ptx.mbarrier_expect(bars + 8 * lane, nbytes)
-        ptx.warp_sync()
-        ptx.grid_wait()
+        cute.arch.sync_warp()
+        cute.arch.griddepcontrol_wait()
         layer, inside = chosen_layer(arguments)
         first_row = layer * arguments.wq_b_layer_rows + head * 128 + part * ROWS
         source = arguments.wq_b + Int64(first_row) * (2 * self.k)
@@ -134,8 +135,8 @@ class SplitN:
             for pair in cutlass.range_constexpr(EARLY_PAIRS):
                 self.copy_pair(weights, source, bars, policy, pair)
         ptx.cluster_arrive_relaxed()
-        ptx.named_barrier_arrive(BARRIER_SQUARES, THREADS)
-        ptx.named_barrier_sync(BARRIER_ROWS_LANDED, THREADS)
+        cute.arch.barrier_arrive(barrier_id=BARRIER_SQUARES, number_of_threads=THREADS)
+        cute.arch.barrier(barrier_id=BARRIER_ROWS_LANDED, number_of_threads=THREADS)
         with cute.arch.elect_one():
             for pair in cutlass.range_constexpr(EARLY_PAIRS, COPIES // 2):
                 self.copy_pair(weights, source, bars, policy, pair)
@@ -165,7 +166,7 @@ class SplitN:
         columns = (
             warp * (self.k // WARPS * 2) + quad * 16
         )  # byte offset of this lane's first 8 columns
-        ptx.grid_wait()
+        cute.arch.griddepcontrol_wait()
         # Lanes of absent rows repeat the last one: their columns of the product are never used.
         row = Int64(row0 + cutlass.min(group, rows - 1))
         source = arguments.projected + row * arguments.projected_pitch + columns
@@ -180,11 +181,11 @@ class SplitN:
         for step in cutlass.range_constexpr(steps):
             for word in x[step]:
                 total = ptx.sum_squares(word, total)
-        total = ptx.lane_add(ptx.lane_add(total, 1), 2)
+        total = lane_sum(total, (1, 2))
         if quad == 0:
             ptx.store_shared_f32(squares + (warp * TILE + group) * 4, total)
-        ptx.named_barrier_arrive(BARRIER_ROWS_LANDED, THREADS)
-        ptx.named_barrier_sync(BARRIER_SQUARES, THREADS)
+        cute.arch.barrier_arrive(barrier_id=BARRIER_ROWS_LANDED, number_of_threads=THREADS)
+        cute.arch.barrier(barrier_id=BARRIER_SQUARES, number_of_threads=THREADS)
         total = Float32(0)
         for i in cutlass.range_constexpr(WARPS):
             total = total + ptx.load_shared_f32(squares + (i * TILE + group) * 4)
@@ -233,7 +234,7 @@ class SplitN:
                 ptx.store_shared_f32(target + offset, partial[half][2 * upper])
                 ptx.store_shared_f32(target + offset + SUM_PITCH * 4, partial[half][2 * upper + 1])
         ptx.cluster_wait()  # the peers' barriers are initialised
-        ptx.named_barrier_sync(BARRIER_SUMS, 32 * WARPS)
+        cute.arch.barrier(barrier_id=BARRIER_SUMS, number_of_threads=32 * WARPS)
 
         self.finish(arguments, shared, raw_weight, part, head, heads, row0, rows, warp, lane)
 
@@ -248,14 +249,14 @@ class SplitN:
             s = [ptx.load_shared_f32(source + i * (TILE * SUM_PITCH * 4)) for i in range(WARPS)]
             total = ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]))
             value = ptx.round_bf16(total)
-            peak = ptx.warp_max_u32(magnitude(value))
+            peak = cute.arch.warp_redux_sync(magnitude(value), "max")
             index = Int64(row0 + warp) * heads + head
             if (
                 arguments.flags & FLAG_MXFP4
             ) != 0:  # 32 columns are one group: nothing crosses the cluster
                 exponent, inverse = fp4_scale(peak)
                 code = fp4_code(value, inverse)
-                pair = code | (ptx.lane_exchange(code, 1) << 4)
+                pair = code | (cute.arch.shuffle_sync_bfly(code, 1) << 4)
                 if (lane & 1) == 0:
                     column = part * (ROWS // 2) + (lane >> 1)
                     ptx.store_global_u8(arguments.query + index * 64 + column, pair)

@@ -1,0 +1,39 @@
+"""Test-wide settings: strict dtype promotion, and who may use the GPU.
+
+Tests marked `gpu` run only where JAX has a CUDA device. Elsewhere they are skipped, unless
+JAX_DSA_FRONT_REQUIRE_GPU=1 promises a GPU: then they fail, so that a broken driver or plugin
+cannot pass for a green run. All other tests compute on the CPU, also on a machine with a GPU.
+"""
+
+import os
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def cuda_devices():
+    try:
+        return jax.devices("cuda")
+    except RuntimeError:
+        return []
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA device that JAX can use")
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") is None or cuda_devices():
+        return
+    if os.environ.get("JAX_DSA_FRONT_REQUIRE_GPU") == "1":
+        pytest.fail("JAX_DSA_FRONT_REQUIRE_GPU=1, but JAX has no CUDA device", pytrace=False)
+    pytest.skip("JAX has no CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def compute_on_the_marked_device(request):
+    platform = "cuda" if request.node.get_closest_marker("gpu") else "cpu"
+    with jax.default_device(jax.devices(platform)[0]):
+        yield

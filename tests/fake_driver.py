@@ -1,0 +1,104 @@
+"""A stand-in for `cuda.bindings.driver`: enough of it to load cubins where there is no GPU.
+
+It answers like the driver of a machine with one device: unknown symbols are not found, an image
+that is no ELF file and more shared memory than an SM has are refused. Nothing can be launched.
+"""
+
+import enum
+import sys
+import types
+
+MAX_SHARED_BYTES = 232448  # that one CTA may use, on sm_90
+
+
+class CUresult(enum.IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
+    CUDA_ERROR_NO_DEVICE = 100
+    CUDA_ERROR_INVALID_IMAGE = 200
+    CUDA_ERROR_NOT_FOUND = 500
+
+
+class Names:
+    """An enumeration of the driver: every member is its own name."""
+
+    def __getattr__(self, name):
+        return name
+
+
+def structure():
+    """A driver structure whose members appear as they are used, to any depth."""
+
+    class Members(types.SimpleNamespace):
+        def __getattr__(self, name):
+            if name.startswith("__"):
+                raise AttributeError(name)
+            setattr(self, name, Members())
+            return getattr(self, name)
+
+    return Members()
+
+
+class FakeDriver:
+    CUresult = CUresult
+    CUdevice_attribute = CUfunction_attribute = CUlaunchAttributeID = Names()
+    CUlaunchAttribute = CUlaunchConfig = staticmethod(structure)
+
+    def __init__(self, version=13000, capability=(9, 0), init_error=None):
+        self.version, self.capability, self.init_error = version, capability, init_error
+        self.contexts = 0  # pushed and not popped
+        self.images = []
+
+    def install(self):
+        """From here on `import cuda.bindings.driver` finds this one."""
+        sys.modules["cuda.bindings.driver"] = self
+        return self
+
+    def cuInit(self, flags):  # noqa: N802
+        if isinstance(self.init_error, Exception):
+            raise self.init_error
+        return (self.init_error or CUresult.CUDA_SUCCESS,)
+
+    def cuDriverGetVersion(self):  # noqa: N802
+        return CUresult.CUDA_SUCCESS, self.version
+
+    def cuDeviceGet(self, ordinal):  # noqa: N802
+        return CUresult.CUDA_SUCCESS, ordinal
+
+    def cuDeviceGetAttribute(self, which, device):  # noqa: N802
+        return CUresult.CUDA_SUCCESS, self.capability[which.endswith("MINOR")]
+
+    def cuDevicePrimaryCtxRetain(self, device):  # noqa: N802
+        return CUresult.CUDA_SUCCESS, "context"
+
+    def cuCtxPushCurrent(self, context):  # noqa: N802
+        self.contexts += 1
+        return (CUresult.CUDA_SUCCESS,)
+
+    def cuCtxPopCurrent(self):  # noqa: N802
+        self.contexts -= 1
+        return CUresult.CUDA_SUCCESS, "context"
+
+    def cuLibraryLoadData(self, image, *_):  # noqa: N802
+        if not image.startswith(b"\x7fELF"):
+            return CUresult.CUDA_ERROR_INVALID_IMAGE, None
+        self.images.append(image)
+        return CUresult.CUDA_SUCCESS, len(self.images) - 1
+
+    def cuLibraryGetKernel(self, library, symbol):  # noqa: N802
+        if b"\0" + symbol + b"\0" not in self.images[library]:
+            return CUresult.CUDA_ERROR_NOT_FOUND, None
+        return CUresult.CUDA_SUCCESS, 1 + library
+
+    def cuKernelSetAttribute(self, which, value, kernel, device):  # noqa: N802
+        too_much = "SHARED_SIZE" in which and value > MAX_SHARED_BYTES
+        return (CUresult.CUDA_ERROR_INVALID_VALUE if too_much else CUresult.CUDA_SUCCESS,)
+
+    def cuKernelGetFunction(self, kernel):  # noqa: N802
+        return CUresult.CUDA_SUCCESS, kernel
+
+    def cuOccupancyMaxActiveClusters(self, function, config):  # noqa: N802
+        return CUresult.CUDA_SUCCESS, 66
+
+    def cuGetProcAddress(self, name, version, flags):  # noqa: N802
+        return CUresult.CUDA_SUCCESS, 0, 0

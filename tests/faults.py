@@ -1,0 +1,94 @@
+"""What can be wrong with an installed package: each fault as a change of a copy of it.
+
+`FAULTS` maps a name to (the change, what the sentence about it has to say).
+"""
+
+import json
+import pathlib
+import re
+import shutil
+
+import jax_dsa_front as dsa
+
+PACKAGE = pathlib.Path(dsa.__file__).parent
+FIRST = "index_front_sm_90a_k1536_split_n_b8"  # the first kernel that K = 1536 loads on sm_90a
+
+
+def copy_package(folder, name="jax_dsa_front"):
+    """A copy of the installed package under `folder`, to be put on the module search path."""
+    target = folder / name
+    shutil.copytree(PACKAGE, target, ignore=shutil.ignore_patterns("__pycache__"))
+    return target
+
+
+def in_cubin(change):
+    def apply(package):
+        path = package / "cubins" / f"{FIRST}.cubin"
+        path.write_bytes(change(path.read_bytes()))
+
+    return apply
+
+
+def in_manifest(**changes):
+    """Changes fields of every kernel's entry; a function is called with the old value."""
+
+    def apply(package):
+        path = package / "cubins" / "manifest.json"
+        manifest = json.loads(path.read_text())
+        for entry in manifest["kernels"]:
+            for field, value in changes.items():
+                entry[field] = value(entry[field]) if callable(value) else value
+        path.write_text(json.dumps(manifest))
+
+    return apply
+
+
+def removed(name):
+    return lambda package: (package / name).unlink()
+
+
+def written(name, content):
+    return lambda package: (package / name).write_bytes(content)
+
+
+def flip_a_bit(data):
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+CUBIN_FAULTS = {
+    "corrupted cubin": (in_cubin(flip_a_bit), f"{FIRST}.*not the file.*manifest.*reinstall"),
+    "truncated cubin": (in_cubin(lambda data: data[:5000]), f"{FIRST}.*reinstall"),
+    "empty cubin": (in_cubin(lambda data: b""), f"{FIRST}.*reinstall"),
+    "missing cubin": (removed(f"cubins/{FIRST}.cubin"), f"{FIRST}.*cannot be read.*reinstall"),
+}
+MANIFEST_FAULTS = {
+    "missing symbol": (in_manifest(symbol="no_such_kernel"), "index_front_sm_90a|reinstall"),
+    "unknown architecture": (in_manifest(arch="sm_12x"), "sm_90a|reinstall"),
+    "more shared memory": (
+        in_manifest(shared_bytes=lambda n: n + 200_000),
+        "index_front_sm_90a|reinstall",
+    ),
+    # Not to be noticed when it is loaded, unless the entry is checked: the kernel would run past it
+    "less shared memory": (in_manifest(shared_bytes=1024), "index_front_sm_90a|reinstall"),
+    "missing manifest": (removed("cubins/manifest.json"), "not built|reinstall"),
+    "truncated manifest": (
+        lambda package: written(
+            "cubins/manifest.json", (package / "cubins/manifest.json").read_bytes()[:700]
+        )(package),
+        "manifest.*reinstall|not built",
+    ),
+}
+HANDLER_FAULTS = {
+    "missing handler": (removed("libjax_dsa_front.so"), "not built"),
+    "empty handler": (written("libjax_dsa_front.so", b""), "handler"),
+    "handler of another machine": (written("libjax_dsa_front.so", b"\xca\xfe" * 4096), "handler"),
+}
+
+
+def assert_sentence(text, says):
+    """One line that says what is wrong, in words: neither a traceback nor a bare exception."""
+    text = text.strip()
+    assert re.search(says, text), text
+    assert "\n" not in text and "Traceback" not in text, text
+    assert not re.search(r"\b(FileNotFound|JSONDecode|OS|Attribute|Key|Type)Error\b", text), text

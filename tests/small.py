@@ -1,0 +1,132 @@
+"""A small decode step, for tests of the programs around the call rather than of its numbers."""
+
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jax_dsa_front as dsa
+
+LAYERS, PAGE, BATCH, HEADS = 3, 64, 4, 8
+BF16, F32, U8, I32 = jnp.bfloat16, jnp.float32, jnp.uint8, jnp.int32
+ROW = {"fp8": 132, "mxfp8": 132, "mxfp4": 68}
+
+
+def operands(seed=0, stacked=False, fmt="fp8", pages=256, k=256, batch=BATCH):
+    """(projected, the four parameter arrays, cache); the cache holds garbage, so changes show."""
+    rng = np.random.default_rng(seed)
+    lead = (LAYERS,) if stacked else ()
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
+
+    weights = (
+        normal(*lead, k).astype(jnp.bfloat16),
+        normal(*lead, HEADS * 128, k).astype(jnp.bfloat16),
+        normal(*lead, 128),
+        normal(*lead, 128),
+    )
+    cache = rng.integers(0, 256, (*lead, pages, PAGE, ROW[fmt]), dtype=np.uint8)
+    return normal(batch, k + 128 + HEADS).astype(jnp.bfloat16), weights, jnp.array(cache)
+
+
+def step(projected, weights, cache, slots, layer=None, fmt="fp8", implementation=None):
+    """One call; K follows from the weights, key and head weights stand behind q_a."""
+    k = weights[1].shape[-1]
+    return dsa.index_front(
+        projected,
+        *weights,
+        cache,
+        slots,
+        layer,
+        key_offset=k,
+        weight_offset=k + 128,
+        eps=1e-6,
+        key_eps=1e-6,
+        cache_format=fmt,
+        implementation=implementation,
+    )
+
+
+# Whole programs around the step, each a function of (projected, weights, cache, fmt).
+
+
+def plain(projected, weights, cache, fmt):
+    return step(projected, weights, cache, jnp.arange(BATCH), fmt=fmt)
+
+
+def token_scan(projected, weights, cache, fmt):
+    def body(cache, token):
+        front = step(projected, weights, cache, token * BATCH + jnp.arange(BATCH), fmt=fmt)
+        return front.cache, front.weights
+
+    return lax.scan(body, cache, jnp.arange(5))
+
+
+def token_while(projected, weights, cache, fmt):
+    def body(state):
+        token, cache = state
+        return token + 1, step(projected, weights, cache, token + jnp.arange(BATCH), fmt=fmt).cache
+
+    return lax.while_loop(lambda state: state[0] < 5, body, (jnp.int32(0), cache))
+
+
+def layer_scan(projected, weights, cache, fmt):
+    def body(cache, layer):
+        front = step(projected, weights, cache, jnp.arange(BATCH), layer, fmt)
+        return front.cache, front.query
+
+    return lax.scan(body, cache, jnp.arange(LAYERS))
+
+
+def token_and_layer_scan(projected, weights, cache, fmt):
+    return lax.scan(
+        lambda cache, _: (layer_scan(projected, weights, cache, fmt)[0], None), cache, length=3
+    )
+
+
+def unrolled_layers(projected, weights, cache, fmt):
+    for layer in range(LAYERS):
+        cache = step(projected, weights, cache, jnp.arange(BATCH), layer, fmt).cache
+    return cache
+
+
+def nested_jit(projected, weights, cache, fmt):
+    inner = jax.jit(step, static_argnames=("layer", "fmt"))
+    cache = inner(projected, weights, cache, jnp.arange(BATCH), fmt=fmt).cache
+    return inner(projected, weights, cache, jnp.arange(BATCH) + 9, fmt=fmt)
+
+
+def remat(projected, weights, cache, fmt):
+    return jax.checkpoint(lambda p, c: step(p, weights, c, jnp.arange(BATCH), fmt=fmt))(
+        projected, cache
+    )
+
+
+STACKED = {layer_scan, token_and_layer_scan, unrolled_layers}
+PROGRAMS = [plain, token_scan, token_while, nested_jit, remat, *sorted(STACKED, key=str)]
+
+
+def layer_bytes(cache):
+    """Bytes of one layer of a cache."""
+    return int(np.prod(cache.shape[-3:]))
+
+
+def digest(outputs):
+    """One hash over the bytes of all arrays of a tree."""
+    leaves = jax.tree.leaves(outputs)
+    return hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in leaves)).hexdigest()
+
+
+def shape(*dims, dtype=BF16):
+    """An operand of which nothing but shape and dtype matters."""
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def trace(fn, arguments):
+    """Abstract results of `fn(**arguments)`, whose `shape(...)` values need not exist."""
+    arrays = {k: v for k, v in arguments.items() if isinstance(v, jax.ShapeDtypeStruct)}
+    rest = {k: v for k, v in arguments.items() if k not in arrays}
+    return jax.eval_shape(lambda arrays: fn(**arrays, **rest), arrays)

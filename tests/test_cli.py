@@ -1,0 +1,134 @@
+"""The console script: the demo's table and exit status, and `info` on broken installations."""
+
+import importlib.metadata
+import pathlib
+import re
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import jax_dsa_front as dsa
+from jax_dsa_front import _cli, _demo, _recorded, _runtime, _variants
+from processes import run_python
+
+MODULE = "import runpy; runpy.run_module('jax_dsa_front', run_name='__main__', alter_sys=True)"
+
+
+def assert_plain(text):
+    """ASCII, at most 80 columns, nothing that moves a cursor."""
+    assert re.fullmatch(r"[\x20-\x7e\n]*", text)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_script_is_this_function():
+    (script,) = importlib.metadata.entry_points(group="console_scripts", name="jax-dsa-front")
+    assert script.load() is _cli.main
+
+
+def test_demo(tmp_path):
+    """The main job as a newcomer runs it; `run_python` fails on any exit status but 0."""
+    text = run_python(MODULE, cwd=tmp_path, JAX_PLATFORMS="cpu", TERM="dumb")
+    assert_plain(text)
+    title, *rows = text.split("-" * 79 + "\n")[1:3]
+    assert title == "jax_dsa_front demo\n"
+    table = " ".join(rows[0].split())
+    assert "implementation jnp: on cpu it is the only one" in table
+    assert "updated in place" in table
+    assert "PASS (jnp)" in table
+    assert "5,280 of 5,280 weights" in table
+    recall, top, keys = re.search(r"([\d.]+) of the unquantised top (\d+) of (\d+)", table).groups()
+    assert float(recall) > 0.9
+    assert int(top) < int(keys)
+    assert float(re.search(r"total time ([\d.]+) s", table)[1]) < 60 * 3  # 60, and busy machines
+
+
+@pytest.fixture
+def small_demo(monkeypatch):
+    sizes = {"LAYERS": 2, "BATCH": 2, "CONTEXT": 512, "STEPS": 16, "LENGTH": 528, "TOP": 16}
+    for name, value in {**sizes, "PAGE": 16}.items():
+        monkeypatch.setattr(_demo, name, value)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(("fmt", "weights_equal"), [("mxfp8", 100), ("mxfp4", 99)])
+def test_exit_status_follows_the_recorded_outputs(
+    small_demo, capsys, monkeypatch, fmt, weights_equal
+):
+    """One weight that differs fails the demo; the loop runs in every format."""
+    result = _recorded.Comparison("jnp", 1, 100, weights_equal, 1000, 1000, 1.0)
+    monkeypatch.setattr(_recorded, "check", lambda *_: result)
+    good = weights_equal == 100
+    assert _cli.main(["demo", "--cache-format", fmt]) == (0 if good else 1)
+    captured = capsys.readouterr()
+    assert_plain(captured.out)
+    assert ("PASS (jnp)" if good else "FAIL (jnp)") in captured.out
+    assert ("FAILED" in captured.err) != good
+
+
+def test_what_passes():
+    def passes(weights_equal, lowest):
+        return _recorded.Comparison("jnp", 1, 100, weights_equal, 1000, 999, lowest).passed
+
+    assert passes(100, 0.999)
+    assert not passes(99, 1.0)
+    assert not passes(100, 0.9989)
+
+
+def test_one_changed_weight_is_noticed(monkeypatch):
+    inputs, recorded = _recorded._load()
+    case = "b1_s12_normal"
+    few = {name: value for name, value in recorded.items() if name.startswith(case + "/")}
+    monkeypatch.setattr(_recorded, "_load", lambda: (inputs, few))
+    assert _recorded.check("jnp").passed
+    few[f"{case}/weights"] = few[f"{case}/weights"] ^ np.uint16(1)
+    comparison = _recorded.check("jnp")
+    assert comparison.weights_equal == 0
+    assert not comparison.passed
+    few[f"{case}/crc"] = few[f"{case}/crc"] + np.uint32(1)
+    with pytest.raises(RuntimeError, match="inputs"):
+        _recorded.check("jnp")
+
+
+def test_info(tmp_path):
+    code = MODULE.replace("import runpy;", "import runpy, sys; sys.argv.append('info');")
+    text = run_python(code, cwd=tmp_path, JAX_PLATFORMS="cpu", TERM="dumb")
+    folder = str(pathlib.Path(dsa.__file__).parent)
+    assert folder in text
+    assert_plain(text.replace(folder, ""))  # which may be longer than a line
+    facts = (dsa.__version__, jax.__version__, sys.version.split()[0], *_variants.ARCHITECTURES)
+    for fact in (*facts, f"{_runtime.TARGET} is registered for CUDA", "1 x cpu", "at B = 1, 8"):
+        assert fact in " ".join(text.split())
+    assert "unknown (" not in text
+
+
+@pytest.mark.parametrize(
+    ("module", "attribute"),
+    [(_variants, "manifest"), (_runtime, "missing"), (jax, "local_devices"), (dsa, "explain")],
+)
+def test_info_survives_anything(capsys, monkeypatch, module, attribute):
+    def broken(*_, **__):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(module, attribute, broken)
+    assert _cli.main(["info"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "unknown (OSError: the disk is gone)" in text
+    assert dsa.__version__ in text
+
+
+def test_info_without_cubins(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(_variants, "MANIFEST", tmp_path / "manifest.json")
+    assert _cli.main(["info"]) == 0
+    assert "cubins are missing" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("arguments", [["demos"], ["--cache-format", "fp4"]])
+def test_unknown_arguments(capsys, arguments):
+    with pytest.raises(SystemExit) as stop:
+        _cli.main(arguments)
+    assert stop.value.code == 2
+    assert "usage: jax-dsa-front" in capsys.readouterr().err

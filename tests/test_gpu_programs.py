@@ -1,0 +1,211 @@
+"""The kernel inside jitted programs: aliased, captured, replayed, exported, profiled."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jax_dsa_front as dsa
+import small
+from compare import assert_equal
+from processes import run_python
+from programs import assert_in_place, touched
+
+pytestmark = pytest.mark.gpu
+TARGET = "jax_dsa_front.index_front.v1"
+K = 1536
+
+
+def operands(**keywords):
+    return small.operands(k=K, **keywords)
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "mxfp4"])
+@pytest.mark.parametrize("program", small.PROGRAMS, ids=lambda p: p.__name__)
+def test_compiled_program_is_in_place(program, fmt):
+    """Aliased custom calls, no copy of cache or weight layer; the bits of eager calls."""
+    args = operands(stacked=program in small.STACKED, fmt=fmt)
+    compiled = jax.jit(program, static_argnums=3, donate_argnums=2).lower(*args, fmt).compile()
+    text = compiled.as_text()
+    assert f'custom_call_target="{TARGET}"' in text
+    assert "output_to_operand_aliasing={{2}: (5, {})}" in text
+    assert_in_place(compiled, small.layer_bytes(args[2]))
+    weight_layer = small.HEADS * 128 * K * 2
+    assert not touched(text, weight_layer, ("bf16", "f32"))
+    with jax.disable_jit():
+        want = jax.tree.leaves(program(*args, fmt))
+    for left, right in zip(jax.tree.leaves(compiled(*args)), want, strict=True):
+        assert_equal(left, right, program.__name__)
+
+
+def bits(tree):
+    return [
+        lax.bitcast_convert_type(x, jnp.uint8) if x.dtype == jnp.float8_e4m3fn else x
+        for x in jax.tree.leaves(tree)
+    ]
+
+
+@jax.jit
+def same(left, right):
+    """Whether all arrays are equal bit for bit (weights hold no NaN here)."""
+    pairs = zip(bits(left), bits(right), strict=True)
+    return jnp.all(jnp.stack([jnp.all(a == b) for a, b in pairs]))
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "mxfp8", "mxfp4"])
+def test_thousand_replays_equal_eager_calls(fmt):
+    """Inputs, slots and layer vary; six kernels around the call make XLA record a graph."""
+    base, weights, cache = operands(stacked=True, fmt=fmt, pages=8)
+    rng = np.random.default_rng(0)
+
+    def step(projected, weights, cache, slots, layer):
+        for _ in range(6):  # an even number of negations, each a kernel of its own
+            projected = lax.optimization_barrier(-projected)
+        return small.step(projected, weights, cache, slots, layer, fmt)
+
+    step = jax.jit(step, donate_argnums=2)
+    eager_cache, equal, pointers = jnp.copy(cache), [], set()
+    for i in range(1000):
+        projected = jnp.roll(base, i, axis=1) * jnp.bfloat16(2.0 ** (i % 5))
+        slots = jnp.asarray(rng.integers(-2, 8 * small.PAGE + 2, small.BATCH).astype(np.int32))
+        slots = jnp.where(jnp.arange(small.BATCH) > 0, slots, slots[0] * 0 + i % 500)
+        slots = jnp.asarray(distinct(slots))
+        layer = jnp.int32(i % small.LAYERS)
+        front = step(projected, weights, cache, slots, layer)
+        eager = small.step(projected, weights, eager_cache, slots, layer, fmt)
+        cache, eager_cache = front.cache, eager.cache
+        equal.append(same(front, eager))
+        pointers.add(cache.unsafe_buffer_pointer())
+    assert np.flatnonzero(~np.asarray(jnp.stack(equal))).tolist() == []
+    assert len(pointers) == 1, "the donated cache moved"
+
+
+def distinct(slots):
+    """Slots with repetitions made -1, because rows that share a slot have unspecified bytes."""
+    slots = np.array(slots)
+    _, first = np.unique(slots, return_index=True)
+    return np.where(np.isin(np.arange(len(slots)), first), slots, -1).astype(np.int32)
+
+
+def test_weights_written_by_the_kernel_before_are_seen():
+    """wq_b comes from a cast right in front of the call: nothing is read before it is complete."""
+    projected, (gamma, wq_b, *norm), cache = operands(pages=2)
+    slots = jnp.arange(small.BATCH)
+    wide = wq_b.astype(jnp.float32)
+
+    @jax.jit
+    def chained(wide, scale):
+        made = lax.optimization_barrier((wide * scale).astype(jnp.bfloat16))
+        return small.step(projected, (gamma, made, *norm), cache, slots)
+
+    prepare = jax.jit(lambda wide, scale: (wide * scale).astype(jnp.bfloat16))
+    scales = [jnp.float32(1 + i / 64) for i in range(32)]
+    made = [prepare(wide, scale) for scale in scales]
+    want = [small.step(projected, (gamma, m, *norm), cache, slots) for m in made]
+    equal = [same(chained(wide, scales[i % 32]), want[i % 32]) for i in range(4000)]
+    assert np.asarray(jnp.stack(equal)).all()
+
+
+def test_caller_who_does_not_donate_keeps_the_cache():
+    projected, weights, cache = operands(seed=1)
+    before = np.asarray(cache).copy()
+    compiled = jax.jit(small.step).lower(projected, weights, cache, jnp.arange(4)).compile()
+    assert_in_place(compiled, small.layer_bytes(cache), copies=["copy"])
+    out = compiled(projected, weights, cache, jnp.arange(4))
+    assert_equal(cache, before, "the caller's cache")
+    assert (np.asarray(out.cache) != before).any()
+
+
+DIGEST = """
+import sys, jax, jax.numpy as jnp, small
+args = *small.operands(k=1536, stacked=True), jnp.arange(small.BATCH), jnp.int32(1)
+def step(projected, *rest):
+    for _ in range(6):
+        projected = jax.lax.optimization_barrier(-projected)
+    return tuple(jax.tree.leaves(small.step(projected, *rest)))
+fn = jax.jit(step)
+for _ in range(4):
+    out = fn(*args)
+print(small.digest(out))
+"""
+ENVIRONMENT = dict(XLA_PYTHON_CLIENT_PREALLOCATE="false")
+
+
+def digest_of_eager():
+    args = *operands(stacked=True), jnp.arange(small.BATCH), jnp.int32(1)
+    return small.digest(small.step(*args)) + "\n"
+
+
+def test_call_is_part_of_a_command_buffer(tmp_path):
+    """With default flags: the thunk sequence holds a command buffer and no loose custom call."""
+    flags = f"--xla_dump_to={tmp_path}/dump --xla_dump_hlo_module_re=jit_step"
+    run_python(DIGEST, cwd=tmp_path, XLA_FLAGS=flags, **ENVIRONMENT)
+    dumps = sorted((tmp_path / "dump").glob("*jit_step*thunk_sequence_after_thunk_passes*"))
+    assert dumps, [path.name for path in (tmp_path / "dump").iterdir()]
+    text = dumps[-1].read_text()
+    assert "kCommandBuffer" in text
+    outer = [line for line in text.splitlines() if line and not line[0].isspace()]
+    assert not [line for line in outer if "kCustomCall" in line], text
+
+
+@pytest.mark.parametrize("flags", ["", "--xla_gpu_enable_command_buffer="], ids=["graph", "none"])
+def test_without_command_buffers_the_same_bytes(flags, tmp_path):
+    assert run_python(DIGEST, cwd=tmp_path, XLA_FLAGS=flags, **ENVIRONMENT) == digest_of_eager()
+
+
+LOAD = """
+import pathlib, sys
+import jax, jax.numpy as jnp
+from jax import export
+import jax_dsa_front
+import small
+program = export.deserialize(bytearray(pathlib.Path("program").read_bytes()))
+args = *small.operands(k=1536, stacked=True), jnp.arange(small.BATCH), jnp.int32(1)
+print(small.digest(program.call(*args)))
+"""
+
+
+def test_exported_program_finds_its_kernels(tmp_path):
+    """Lowered here, run in a process that never lowers ours and imports the package alone."""
+    args = *operands(stacked=True), jnp.arange(small.BATCH), jnp.int32(1)
+    exported = jax.export.export(
+        jax.jit(lambda *args: tuple(jax.tree.leaves(small.step(*args)))),
+        platforms=["cuda"],
+        disabled_checks=dsa.export_safety_checks(),
+    )(*args)
+    (tmp_path / "program").write_bytes(exported.serialize())
+    assert run_python(LOAD, cwd=tmp_path, **ENVIRONMENT) == digest_of_eager()
+
+
+def test_persistent_cache_hit_finds_its_kernels(tmp_path):
+    cache = dict(
+        JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"),
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+    )
+    code = (
+        DIGEST.replace("fn = jax.jit(step)", HITS)
+        + "print('/jax/compilation_cache/cache_hits' in events)"
+    )
+    outputs = [run_python(code, cwd=tmp_path, **ENVIRONMENT, **cache) for _ in range(2)]
+    assert [out.split()[1] for out in outputs] == ["False", "True"]
+    assert outputs[0].split()[0] == outputs[1].split()[0] == digest_of_eager().strip()
+
+
+HITS = """
+import jax._src.monitoring as monitoring
+events = []
+monitoring.register_event_listener(lambda name, **_: events.append(name))
+fn = jax.jit(step)
+"""
+
+
+def test_name_in_a_profile(tmp_path):
+    args = *operands(), jnp.arange(small.BATCH)
+    step = jax.jit(small.step)
+    jax.block_until_ready(step(*args))
+    with jax.profiler.trace(tmp_path):
+        jax.block_until_ready(step(*args))
+    (trace,) = tmp_path.rglob("*.xplane.pb")
+    assert b"index_front" in trace.read_bytes()

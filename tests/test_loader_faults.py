@@ -1,0 +1,149 @@
+"""Faults while kernels are loaded, driven through the loader itself, with a stand-in driver."""
+
+import ctypes
+import shutil
+
+import pytest
+
+import faults
+from fake_driver import CUresult, FakeDriver
+from jax_dsa_front import _runtime, _variants
+
+PREFIX = "jax_dsa_front could not load its kernels: "
+
+
+class Published:
+    """In the place of the handler library: remembers what it is told."""
+
+    def __init__(self):
+        self.calls = []
+
+    def JaxDsaFrontPublish(self, device, k, kernels, count, *entry_points):  # noqa: N802
+        self.calls.append((device, k, [kernels[i].tile for i in range(count)]))
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A copy of the package's cubins that the loader uses, and nothing loaded yet."""
+    folder = tmp_path / "package"
+    shutil.copytree(_variants.CUBINS, folder / "cubins")
+    monkeypatch.setattr(_variants, "CUBINS", folder / "cubins")
+    monkeypatch.setattr(_variants, "MANIFEST", folder / "cubins" / "manifest.json")
+    monkeypatch.setattr(_runtime, "_libraries", {})
+    monkeypatch.setattr(_runtime, "_library", Published())
+    _variants.manifest.cache_clear()
+    yield folder
+    _variants.manifest.cache_clear()
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    return use(monkeypatch, FakeDriver())
+
+
+def use(monkeypatch, driver):
+    monkeypatch.setitem(__import__("sys").modules, "cuda.bindings.driver", driver)
+    return driver
+
+
+def load(device=0, k=1536, size=1024):
+    """(what the handler is told, the sentence) of one load."""
+    message = ctypes.create_string_buffer(b"\xff" * (size + 8), size + 8)
+    status = _runtime._load(device, k, ctypes.addressof(message), size)
+    assert message.raw[size:] == b"\xff" * 8, "written past the end of the message"
+    return status, message.value.decode() if status else ""
+
+
+def assert_loads():
+    status, sentence = load()
+    assert (status, sentence) == (0, "")
+    assert _runtime._library.calls == [(0, 1536, [8, 32, 64])]
+
+
+def assert_fails(says):
+    status, sentence = load()
+    assert status == 1 and sentence.startswith(PREFIX), (status, sentence)
+    faults.assert_sentence(sentence.removeprefix(PREFIX), says)
+    assert not _runtime._library.calls, "something was published"
+
+
+def test_a_whole_package_loads(package, driver):
+    assert_loads()
+    assert len(driver.images) == 3 and driver.contexts == 0
+
+
+@pytest.mark.parametrize("fault", [*faults.CUBIN_FAULTS, *faults.MANIFEST_FAULTS])
+def test_a_damaged_package(fault, package, driver):
+    """One sentence, nothing published, no context left behind; repaired, it loads at once."""
+    change, says = {**faults.CUBIN_FAULTS, **faults.MANIFEST_FAULTS}[fault]
+    change(package)
+    assert_fails(says)
+    assert driver.contexts == 0
+    shutil.rmtree(package / "cubins")
+    shutil.copytree(faults.PACKAGE / "cubins", package / "cubins")
+    _variants.manifest.cache_clear()
+    assert_loads()
+
+
+@pytest.mark.parametrize(
+    ("driver", "says"),
+    [
+        (FakeDriver(init_error=RuntimeError("Failed to dlopen libcuda.so.1")), "driver.*libcuda"),
+        (FakeDriver(init_error=CUresult.CUDA_ERROR_NO_DEVICE), "driver.*CUDA_ERROR_NO_DEVICE"),
+        (FakeDriver(version=12020), "too old.*12.2.*12.4"),
+        (None, "cuda-python is missing.*pip install"),
+    ],
+    ids=["no libcuda", "no device", "driver too old", "no cuda-python"],
+)
+def test_what_the_machine_lacks(driver, says, package, monkeypatch):
+    """The same sentence where the implementation is chosen and where kernels are loaded."""
+    use(monkeypatch, driver)
+    faults.assert_sentence(_runtime.missing(), says)
+    assert_fails(says)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 9)])
+def test_a_device_without_kernels(capability, package, monkeypatch):
+    use(monkeypatch, FakeDriver(capability=capability))
+    major, minor = capability
+    assert_fails(f"no kernel is shipped for sm_{major}{minor}a.*implementation")
+
+
+def test_interrupted_by_the_keyboard(package, driver, monkeypatch):
+    """The call fails, naming the reason; nothing stays locked or half loaded."""
+    read, calls = _runtime._read_cubin, []
+
+    def interrupted(entry):
+        calls.append(entry)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return read(entry)
+
+    monkeypatch.setattr(_runtime, "_read_cubin", interrupted)
+    assert_fails("KeyboardInterrupt")
+    assert driver.contexts == 0 and not _runtime._load_lock.locked()
+    assert_loads()
+    assert len(driver.images) == 3, "a cubin was loaded twice"
+
+
+@pytest.mark.parametrize("size", [1, 2, 40])
+def test_a_short_message_buffer_is_not_overrun(size, package, driver):
+    faults.CUBIN_FAULTS["missing cubin"][0](package)
+    status, sentence = load(size=size)
+    assert status == 1 and len(sentence) == size - 1
+
+
+def test_one_cubin_for_all_devices(package, driver):
+    """Loaded once per process, whatever the number of devices."""
+    assert [load(device)[0] for device in (0, 1, 5)] == [0, 0, 0]
+    assert len(driver.images) == 3 and len(_runtime._library.calls) == 3
+
+
+def test_reading_a_cubin(package):
+    entry = next(e for e in _variants.manifest()["kernels"] if e["name"] == faults.FIRST)
+    assert _runtime._read_cubin(entry).startswith(b"\x7fELF")
+    for change, says in faults.CUBIN_FAULTS.values():
+        change(package)
+        with pytest.raises(_runtime.KernelUnavailableError, match=says):
+            _runtime._read_cubin(entry)
+        shutil.copytree(faults.PACKAGE / "cubins", package / "cubins", dirs_exist_ok=True)

@@ -1,0 +1,152 @@
+"""The installed package: complete, honest about its files, and light to import."""
+
+import ast
+import hashlib
+import pathlib
+
+import pytest
+
+import jax_dsa_front as dsa
+from jax_dsa_front import _runtime, _variants
+from processes import run_python
+
+PACKAGE = pathlib.Path(dsa.__file__).parent
+CHECKOUT = pathlib.Path(__file__).parent.parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def test_the_installed_package_is_tested():
+    """Not the source tree, which has neither handler nor cubins."""
+    assert PACKAGE != CHECKOUT / "jax_dsa_front"
+    assert CHECKOUT not in PACKAGE.parents or "site-packages" in PACKAGE.parts
+    assert _runtime.LIBRARY.is_file() and _runtime.LIBRARY.parent == PACKAGE
+    assert _variants.MANIFEST.is_file() and PACKAGE in _variants.MANIFEST.parents
+    assert (PACKAGE / "py.typed").is_file()
+
+
+def test_manifest_describes_every_shipped_kernel():
+    """One entry per variant, one file per entry, and the bytes are those of the build."""
+    entries = _variants.manifest()["kernels"]
+    assert [entry["name"] for entry in entries] == [v.name for v in _variants.VARIANTS]
+    assert len(entries) == len({entry["name"] for entry in entries}) > 0
+    files = {path.stem: path for path in _variants.CUBINS.glob("*.cubin")}
+    assert set(files) == {entry["name"] for entry in entries}
+    for entry in entries:
+        cubin = files[entry["name"]].read_bytes()
+        assert hashlib.sha256(cubin).hexdigest() == entry["sha256"], entry["name"]
+        assert cubin.startswith(b"\x7fELF") and entry["symbol"].encode() in cubin
+
+
+@pytest.mark.parametrize("arch", _variants.ARCHITECTURES)
+def test_every_width_has_a_kernel_on_every_architecture(arch):
+    for k in _variants.LATENT_WIDTHS:
+        assert _variants.unsupported(k, k + 160, arch) is None
+        assert [v for v in _variants.VARIANTS if (v.arch, v.k) == (arch, k)]
+
+
+def test_handler_is_accepted_by_this_jaxlib():
+    assert _runtime.registration_error() is None, _runtime.registration_error()
+
+
+def test_a_handler_that_is_too_new_is_reported_by_us(tmp_path):
+    """XLA would say nothing here and "No FFI handler registered" much later; the rest works."""
+    code = """
+import jax_dsa_front as dsa, jax.numpy as jnp, small
+from jax_dsa_front import _runtime
+_runtime._accepted_ffi_minor = lambda: 0
+_runtime.register()
+print(_runtime.registration_error())
+assert _runtime.registration_error() == _runtime.missing()
+assert small.step(*small.operands(pages=1), jnp.arange(small.BATCH)).weights.shape == (4, 8)
+try:
+    small.step(*small.operands(pages=1), jnp.arange(small.BATCH), implementation="cuda")
+except NotImplementedError as error:
+    assert _runtime.registration_error() in str(error)
+else:
+    raise SystemExit("not refused")
+"""
+    sentence = run_python(code, cwd=tmp_path, JAX_PLATFORMS="cpu")
+    assert "FFI" in sentence and "jaxlib" in sentence and sentence.count("\n") == 1
+
+
+IMPORT = """
+import sys, time
+import jax, numpy
+libraries = lambda: {line.split("/")[-1] for line in open("/proc/self/maps") if ".so" in line}
+modules, mapped = set(sys.modules), libraries()
+start = time.process_time()
+import jax_dsa_front
+print(time.process_time() - start)
+tops = {name.split(".")[0] for name in set(sys.modules) - modules}
+assert not tops & {"cuda", "cutlass", "torch", "triton", "cupy", "tvm_ffi"}, tops
+assert not [name for name in sys.modules if name.startswith("jax_dsa_front.kernels")]
+assert not [name for name in libraries() - mapped if "cuda" in name or "nvidia" in name]
+from jax._src import xla_bridge
+assert not xla_bridge._backends, "a backend was initialised"
+"""
+
+
+def test_import_is_light(tmp_path):
+    """No CUDA, no DSL, no backend; under 30 ms of processor time on top of jax's own."""
+    seconds = [
+        float(run_python(IMPORT, cwd=tmp_path, PYTHONDONTWRITEBYTECODE=None)) for _ in range(3)
+    ]
+    assert min(seconds) < 0.030, seconds
+
+
+def test_works_without_cuda_python_and_without_the_dsl(tmp_path):
+    code = """
+import sys
+sys.modules["cuda"] = sys.modules["cutlass"] = None  # any import of them raises ImportError
+import jax_dsa_front as dsa, jax.numpy as jnp, small
+assert small.step(*small.operands(pages=1), jnp.arange(small.BATCH)).weights.shape == (4, 8)
+try:
+    small.step(*small.operands(pages=1), jnp.arange(small.BATCH), implementation="cuda")
+except NotImplementedError as error:
+    print(error)
+"""
+    sentence = run_python(code, cwd=tmp_path, JAX_PLATFORMS="cpu").strip()
+    assert sentence.startswith('implementation="cuda" cannot run') and "\n" not in sentence
+    assert "cuda-python is missing" in sentence and "pip install" in sentence
+
+
+def imported_modules(path):
+    """Absolute names of the modules that a source file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = ".".join(path.relative_to(PACKAGE.parent).parent.parts)
+            base = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package
+            module = f"{base}.{node.module or ''}".rstrip(".") if node.level else node.module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def test_semi_public_jax_is_imported_in_one_module():
+    """jax.extend, jax.interpreters and jax._src promise little: one module to mend."""
+    semi_public = ("jax.extend", "jax.interpreters", "jax._src", "jaxlib")
+    users = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in SOURCES
+        if any(name.startswith(semi_public) for name in imported_modules(path))
+    }
+    assert users == {"_primitive.py"}
+
+
+def test_kernels_are_a_build_time_matter():
+    """The kernel modules know no JAX, and nothing else in the package knows them."""
+    for path in SOURCES:
+        names = list(imported_modules(path))
+        if path.parent.name == "kernels":
+            assert not [n for n in names if n.split(".")[0] in ("jax", "jaxlib", "numpy")], path
+        else:
+            assert not [n for n in names if "cutlass" in n or ".kernels" in n], path
+
+
+def test_public_names_are_documented():
+    for name in dsa.__all__:
+        assert getattr(dsa, name).__doc__, name
+    assert {"index_front", "index_scores", "empty_cache", "read_keys", "explain"} <= set(
+        dsa.__all__
+    )
+    assert "export_safety_checks" in dsa.__all__

@@ -1,0 +1,152 @@
+"""Programs that outlive their process: `jax.export`, the persistent compilation cache, AOT."""
+
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import jax_dsa_front as dsa
+import small
+from compare import assert_equal
+from processes import run_python
+
+TARGET = "jax_dsa_front.index_front.v1"
+COMMON = """
+import pathlib
+import jax, jax.numpy as jnp
+from jax import export
+import small
+def arguments(fmt, batch=small.BATCH):
+    return *small.operands(stacked=True, fmt=fmt, batch=batch), jnp.arange(batch), jnp.int32(1)
+"""
+WRITE = """
+rows, = export.symbolic_shape("rows")
+for fmt in ("fp8", "mxfp4"):
+    step = jax.jit(lambda *args: tuple(jax.tree.leaves(small.step(*args, fmt=fmt))))
+    args = arguments(fmt)
+    pathlib.Path(f"fixed-{fmt}").write_bytes(export.export(step)(*args).serialize())
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)
+    projected = jax.ShapeDtypeStruct((rows, args[0].shape[1]), jnp.bfloat16)
+    slots = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    shapes = projected, *shapes[1:3], slots, shapes[4]
+    pathlib.Path(f"symbolic-{fmt}").write_bytes(export.export(step)(*shapes).serialize())
+    print(small.digest(step(*args)), small.digest(step(*arguments(fmt, batch=7))))
+"""
+READ = """
+def load(name):
+    return export.deserialize(bytearray(pathlib.Path(name).read_bytes()))
+for fmt in ("fp8", "mxfp4"):
+    fixed = load(f"fixed-{fmt}").call(*arguments(fmt))
+    print(small.digest(fixed), small.digest(load(f"symbolic-{fmt}").call(*arguments(fmt, batch=7))))
+"""
+COMPILE = """
+import jax._src.monitoring as monitoring
+events = []
+monitoring.register_event_listener(lambda name, **_: events.append(name))
+out = jax.jit(small.step)(*arguments("fp8"))
+print(small.digest(out), "/jax/compilation_cache/cache_hits" in events)
+"""
+
+
+def test_export_runs_in_a_process_that_never_lowers(tmp_path):
+    """Serialised there, run here: equal bytes, for a fixed and for a symbolic batch."""
+    written = run_python(COMMON + WRITE, cwd=tmp_path, JAX_PLATFORMS="cpu")
+    assert len(set(written.split())) == 4
+    assert run_python(COMMON + READ, cwd=tmp_path, JAX_PLATFORMS="cpu") == written
+
+
+def test_persistent_cache_hits_across_processes(tmp_path):
+    """Nothing in a program differs from process to process, so the second compiles nothing."""
+    environment = dict(
+        cwd=tmp_path,
+        JAX_PLATFORMS="cpu",
+        JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"),
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+    )
+    (first, hit), (second, hit_again) = (
+        run_python(COMMON + COMPILE, **environment).split() for _ in range(2)
+    )
+    assert (first, hit, hit_again) == (second, "False", "True")
+
+
+def test_lowering_is_reproducible_across_processes(tmp_path):
+    """The CUDA program is the same text in two processes: no pointer, no counter, no path."""
+    code = """
+import jax, jax.numpy as jnp, small, programs
+args = *small.operands(stacked=True, k=1536, pages=4), jnp.arange(small.BATCH), jnp.int32(1)
+print(programs.lowered_for_cuda(small.step, *args))
+"""
+    text = run_python(code, cwd=tmp_path)
+    assert TARGET in text
+    assert run_python(code, cwd=tmp_path) == text
+
+
+def step(*args):
+    return tuple(jax.tree.leaves(small.step(*args)))
+
+
+def cuda_arguments(rows):
+    projected, weights, cache = small.operands(stacked=True, k=1536)
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (weights, cache))
+    projected = jax.ShapeDtypeStruct((rows, projected.shape[1]), jnp.bfloat16)
+    layer = jax.ShapeDtypeStruct((), jnp.int32)
+    return projected, *shapes, jax.ShapeDtypeStruct((rows,), jnp.int32), layer
+
+
+def test_cuda_export_without_a_gpu():
+    """A machine without a GPU exports the call by name; the symbolic batch stays symbolic."""
+    for rows in (4, export.symbolic_shape("rows")[0]):
+        exported = export.export(
+            jax.jit(step), platforms=["cuda"], disabled_checks=dsa.export_safety_checks()
+        )(*cuda_arguments(rows))
+        assert TARGET in exported.mlir_module()
+        serialized = exported.serialize()
+        assert TARGET.encode() in serialized
+        assert TARGET in export.deserialize(serialized).mlir_module()
+
+
+def test_cuda_export_needs_the_safety_checks():
+    """What `export_safety_checks` is for: without it JAX refuses a custom call by its name."""
+    with pytest.raises(ValueError, match=re.escape(TARGET)):
+        export.export(jax.jit(step), platforms=["cuda"])(*cuda_arguments(4))
+
+
+def test_export_for_both_platforms_runs_here():
+    """One artefact for cpu and cuda; on this platform it gives what jit gives."""
+    args = *small.operands(k=1536), jnp.arange(small.BATCH)
+    exported = export.export(
+        jax.jit(step),
+        platforms=["cpu", "cuda"],
+        disabled_checks=dsa.export_safety_checks(),
+    )(*args)
+    assert TARGET in exported.mlir_module()
+    want = jax.tree.leaves(jax.jit(small.step)(*args))
+    for got, right in zip(exported.call(*args), want, strict=True):
+        assert_equal(got, right, "exported")
+
+
+def test_ahead_of_time_compilation():
+    args = *small.operands(seed=3), jnp.arange(small.BATCH)
+    compiled = jax.jit(small.step).lower(*args).compile()
+    assert small.digest(compiled(*args)) == small.digest(small.step(*args))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_stored_program_still_runs(device):
+    """`golden/exported_v1.bin` was lowered for both platforms by 0.1.0: its call is still known."""
+    path = pathlib.Path(__file__).parent / "golden" / "exported_v1.bin"
+    stored = export.deserialize(bytearray(path.read_bytes()))
+    assert stored.platforms == ("cpu", "cuda") and TARGET in stored.mlir_module()
+    operands = small.operands(stacked=True, k=1536, pages=4)
+    args = jax.device_put((*operands, jnp.arange(4), jnp.int32(1)), jax.devices(device)[0])
+    query, weights, cache = jax.jit(stored.call)(*args)
+    front = small.step(*args)
+    assert_equal(weights, front.weights, "weights")
+    for got, want in ((query, front.query), (cache, front.cache)):
+        equal = np.asarray(got).view(np.uint8) == np.asarray(want).view(np.uint8)
+        assert equal.mean() >= 0.999  # the jnp form stored in it may sum in another order
