@@ -58,9 +58,10 @@ def _shipped() -> tuple[Variant, ...]:
 # taken, else the last.
 VARIANTS = _shipped()
 
-# implementation=None takes the jnp form from this batch on; docs/performance.md has the
-# measurements. Architectures that nobody has measured keep the kernel for one tile only.
-KERNEL_MAX_BATCH = {"sm_90a": 128, "sm_100a": 8, "sm_103a": 8}
+# implementation=None takes the jnp form above this batch: the largest at which the kernel was
+# measured, and found the faster of the two (docs/performance.md). Architectures that nobody has
+# measured keep the kernel for one tile only.
+KERNEL_MAX_BATCH = {"sm_90a": 4096, "sm_100a": 8, "sm_103a": 8}
 
 
 def architecture(compute_capability: tuple[int, int]) -> str:
@@ -89,7 +90,7 @@ def unsupported(k: int, pitch: int, arch: str) -> str | None:
 
 
 def jnp_is_faster(arch: str, batch: int) -> bool:
-    """Whether XLA's own kernels beat ours at this batch (`implementation=None` asks)."""
+    """Whether `implementation=None` takes the jnp form although a kernel fits."""
     return batch > KERNEL_MAX_BATCH[arch]
 
 

@@ -209,9 +209,8 @@ def run(case, operands=None, implementation=None):
 
 
 GRID = (
-    # Kimi K3.1's width and head count in each format; B = 8 and 9 straddle the smallest tile.
+    # Kimi K3.1's width and head count in each format.
     *(Case(f"kimi-{fmt}", fmt, k=1536, heads=32, batch=8) for fmt in FORMATS),
-    *(Case(f"kimi-odd-batch-{fmt}", fmt, k=1536, heads=32, batch=9, seed=1) for fmt in FORMATS),
     # The other query ranks and head counts of public DSA models, whole and as shards.
     Case("k1280-h64", k=1280, heads=64, batch=5, seed=2),
     Case("k2048-h16", "mxfp8", k=2048, heads=16, batch=16, seed=3),
@@ -265,9 +264,15 @@ GRID = (
     Case("large-eps", eps=3.0, key_eps=7.0, seed=55),
 )
 
-# The same grid for the kernel: its widths, and rows of `projected` that start at 16 bytes.
+# The same grid for the kernel: its widths, and rows of `projected` that start at 16 bytes. Beside
+# it, B = 9, 33 and 65: one row past each batch tile.
 KERNEL_WIDTHS = (1280, 1536, 2048)
 KERNEL_GRID = tuple(
     dataclasses.replace(case, k=case.k if case.k in KERNEL_WIDTHS else 1280, align=8)
-    for case in GRID
+    for case in (
+        *GRID,
+        *(Case(f"kimi-b9-{fmt}", fmt, k=1536, heads=32, batch=9, seed=1) for fmt in FORMATS),
+        Case("kimi-b33", k=1536, heads=32, batch=33, seed=56),
+        Case("kimi-b65", "mxfp4", k=1536, heads=32, batch=65, seed=57),
+    )
 )

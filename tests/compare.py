@@ -24,14 +24,6 @@ def as_bytes(array):
     return array.view(np.uint8).reshape(*array.shape[:-1], array.shape[-1] * array.dtype.itemsize)
 
 
-def rank(codes, cache_format):
-    """Codes as integers in the order of their values (both zeros are 0); the last axis unpacked."""
-    sign = 8 if cache_format == "mxfp4" else 128
-    codes = oracle.unpack_nibbles(codes) if cache_format == "mxfp4" else codes
-    magnitude = (codes & (sign - 1)).astype(np.int64)
-    return np.where(codes & sign, -magnitude, magnitude)
-
-
 def where(bad, got, want):
     """The first few differing positions, for a failure message."""
     at = [tuple(map(int, index)) for index in np.argwhere(bad)[:6]]
@@ -95,29 +87,11 @@ def assert_query(front, want, cache_format):
         assert (((got & 0x7F) == oracle.FLOAT8_NAN) == spoilt).all(), "query: NaN codes misplaced"
         finite = ~spoilt
     bad = (got != want.query) & finite
-    low, high = explained_range(want, cache_format)
-    code = rank(got, cache_format)
-    outside = (code < low) | (code > high)
+    code = oracle.rank(got, cache_format)
+    outside = (code < want.lowest) | (code > want.highest)
     outside &= np.repeat(finite, 2, -1) if cache_format == "mxfp4" else finite
-    assert not outside.any(), f"query codes past any rounding: {where(outside, code, low)}"
+    assert not outside.any(), f"query codes past any rounding: {where(outside, code, want.lowest)}"
     assert_share(~bad, QUERY_EQUAL, "query", where(bad, got, want.query))
-
-
-def explained_range(want, cache_format):
-    """Lowest and highest code (as `rank`) that a projection within the slack may round to."""
-    exponent = want.query_exponent[..., None]
-    if cache_format == "mxfp4":
-        exponent = np.repeat(want.query_exponent, 32, -1)
-    quantise = oracle.e2m1 if cache_format == "mxfp4" else oracle.e4m3
-    ends = []
-    known = np.isfinite(want.projection) & np.isfinite(want.slack)
-    projection, slack = (np.where(known, x, 0) for x in (want.projection, want.slack))
-    for end in (projection - slack, projection + slack):
-        value = oracle.round_bf16(end) / np.ldexp(1.0, exponent)
-        code = quantise(value).astype(np.int64)
-        sign = 8 if cache_format == "mxfp4" else 128
-        ends.append(np.where(code & sign, -(code & (sign - 1)), code))
-    return ends
 
 
 def assert_cache(got, before, want, cache_format):
@@ -141,7 +115,7 @@ def assert_cache(got, before, want, cache_format):
     assert not bad.any(), f"cache scales: {where(bad, scales, want_scales)}"
     bad = (values != want_values) & ~spoilt
     assert_share(~bad, CACHE_EQUAL, "cache values", where(bad, values, want_values))
-    step = np.abs(rank(values, cache_format) - rank(want_values, cache_format))
+    step = np.abs(oracle.rank(values, cache_format) - oracle.rank(want_values, cache_format))
     step *= np.repeat(bad, 2, -1) if cache_format == "mxfp4" else bad
     assert step.max(initial=0) <= 1, f"cache values off by {step.max()} codes"
 

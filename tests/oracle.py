@@ -103,8 +103,8 @@ class Expected:
     weights: np.ndarray  # float32 [B, H], holding bfloat16 values where that is asked for
     cache: np.ndarray  # uint8, the operand's shape
     rows: np.ndarray  # int [layers or none, pages, page_size]: how many rows wrote each token
-    projection: np.ndarray  # float64 [B, H, 128] before any rounding
-    slack: np.ndarray  # float64 [B, H, 128]: how far another summation may honestly be from it
+    lowest: np.ndarray  # int [B, H, 128]: the query's codes by `rank` may honestly lie between
+    highest: np.ndarray  # these two, where another summation crosses a rounding boundary
     query_exponent: np.ndarray  # int [B, H] (fp8) or [B, H, 4]: power of two of the query's scale
 
 
@@ -151,8 +151,7 @@ def front(
         # How far another honest evaluation may be: its fp32 sums, and activations so close to a
         # rounding boundary of bfloat16 that fp32 may take the neighbour.
         flips = np.abs(round_bf16(exact * (1 + 2.0**-20)) - round_bf16(exact * (1 - 2.0**-20)))
-        slack = (flips + np.abs(y) * 2.0**-20) @ np.abs(wq_b).T
-    slack = slack.reshape(projection.shape)
+        slack = ((flips + np.abs(y) * 2.0**-20) @ np.abs(wq_b).T).reshape(projection.shape)
     query = round_bf16(projection)
 
     source = projected if head_weights is None else head_weights
@@ -167,6 +166,7 @@ def front(
         query_bytes, query_exponent = quantise_fp8(query, 1e-10)
         folded = folded * np.exp2(query_exponent).astype(np.float32)
         folded = np.where(np.isfinite(query).all(-1), folded, np.float32(np.nan))
+    lowest, highest = code_range(projection, slack, query_exponent, cache_format)
     if weight_scale is None:
         weight_scale = ((heads if num_heads is None else num_heads) * 128) ** -0.5
     weights = folded * np.float32(weight_scale)
@@ -182,9 +182,26 @@ def front(
         cache_format,
     )
     cache, rows = insert(cache, slots, layer, codes, scales)
-    return Expected(
-        query_bytes, query_scale, weights, cache, rows, projection, slack, query_exponent
-    )
+    return Expected(query_bytes, query_scale, weights, cache, rows, lowest, highest, query_exponent)
+
+
+def rank(codes, cache_format):
+    """Codes as integers in the order of their values (both zeros are 0); nibbles unpacked."""
+    sign = 8 if cache_format == "mxfp4" else 128
+    codes = unpack_nibbles(codes) if cache_format == "mxfp4" else codes
+    magnitude = (codes & (sign - 1)).astype(np.int16)
+    return np.where(codes & sign, -magnitude, magnitude)
+
+
+def code_range(projection, slack, exponent, cache_format):
+    """Ranks of the lowest and highest code that a projection within the slack may round to."""
+    four_bit = cache_format == "mxfp4"
+    exponent = np.repeat(exponent, 32, -1) if four_bit else exponent[..., None]
+    known = np.isfinite(projection) & np.isfinite(slack)
+    projection, slack = (np.where(known, x, 0) for x in (projection, slack))
+    for end in (projection - slack, projection + slack):
+        value = round_bf16(end) / np.ldexp(1.0, exponent)
+        yield rank(pack_nibbles(e2m1(value)) if four_bit else e4m3(value), cache_format)
 
 
 def key_bytes(key, weight, bias, key_eps, cache_format):

@@ -2,6 +2,9 @@
 
 import ctypes
 import shutil
+import sys
+import threading
+import time
 
 import pytest
 
@@ -10,6 +13,7 @@ from fake_driver import CUresult, FakeDriver
 from jax_dsa_front import _runtime, _variants
 
 PREFIX = "jax_dsa_front could not load its kernels: "
+TILES = [v.tile for v in _variants.VARIANTS if (v.arch, v.k) == ("sm_90a", 1536)]
 
 
 class Published:
@@ -42,7 +46,7 @@ def driver(monkeypatch):
 
 
 def use(monkeypatch, driver):
-    monkeypatch.setitem(__import__("sys").modules, "cuda.bindings.driver", driver)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)
     return driver
 
 
@@ -57,7 +61,7 @@ def load(device=0, k=1536, size=1024):
 def assert_loads():
     status, sentence = load()
     assert (status, sentence) == (0, "")
-    assert _runtime._library.calls == [(0, 1536, [8, 32, 64])]
+    assert _runtime._library.calls == [(0, 1536, TILES)]
 
 
 def assert_fails(says):
@@ -69,7 +73,7 @@ def assert_fails(says):
 
 def test_a_whole_package_loads(package, driver):
     assert_loads()
-    assert len(driver.images) == 3 and driver.contexts == 0
+    assert len(driver.images) == len(TILES) and driver.contexts == 0
 
 
 @pytest.mark.parametrize("fault", [*faults.CUBIN_FAULTS, *faults.MANIFEST_FAULTS])
@@ -110,7 +114,8 @@ def test_a_device_without_kernels(capability, package, monkeypatch):
 
 
 def test_interrupted_by_the_keyboard(package, driver, monkeypatch):
-    """The call fails, naming the reason; nothing stays locked or half loaded."""
+    """The load fails, naming the reason, and the interrupt arrives where Python can raise it;
+    nothing stays locked or half loaded."""
     read, calls = _runtime._read_cubin, []
 
     def interrupted(entry):
@@ -120,10 +125,18 @@ def test_interrupted_by_the_keyboard(package, driver, monkeypatch):
         return read(entry)
 
     monkeypatch.setattr(_runtime, "_read_cubin", interrupted)
-    assert_fails("KeyboardInterrupt")
-    assert driver.contexts == 0 and not _runtime._load_lock.locked()
-    assert_loads()
-    assert len(driver.images) == 3, "a cubin was loaded twice"
+    message = ctypes.create_string_buffer(1024)
+    with pytest.raises(KeyboardInterrupt):
+        _runtime._load(0, 1536, ctypes.addressof(message), 1024)
+        time.sleep(2)
+    assert message.value.decode() == PREFIX + "KeyboardInterrupt"
+    assert driver.contexts == 0 and not _runtime._library.calls
+    thread = threading.Thread(target=load, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive(), "the lock is still held"
+    assert _runtime._library.calls == [(0, 1536, TILES)]
+    assert len(driver.images) == len(TILES), "a cubin was loaded twice"
 
 
 @pytest.mark.parametrize("size", [1, 2, 40])
@@ -136,7 +149,7 @@ def test_a_short_message_buffer_is_not_overrun(size, package, driver):
 def test_one_cubin_for_all_devices(package, driver):
     """Loaded once per process, whatever the number of devices."""
     assert [load(device)[0] for device in (0, 1, 5)] == [0, 0, 0]
-    assert len(driver.images) == 3 and len(_runtime._library.calls) == 3
+    assert len(driver.images) == len(TILES) and len(_runtime._library.calls) == 3
 
 
 def test_reading_a_cubin(package):

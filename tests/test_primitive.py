@@ -35,9 +35,9 @@ def cuda_text(case, implementation=None):
     return lowered_for_cuda(cases.function(case, implementation), *arrays, donate=0)
 
 
-@pytest.mark.parametrize("case", cases.GRID, ids=str)
+@pytest.mark.parametrize("case", cases.GRID[::4], ids=str)
 def test_shapes_are_known_without_values(case):
-    """Abstract evaluation agrees with DESIGN's table of shapes and dtypes, for every case."""
+    """Abstract evaluation gives the documented shapes and dtypes, through a sample of the grid."""
     front = jax.eval_shape(cases.function(case), *cases.arrays(case, cases.make(case)))
     rows = case.batch, case.heads
     if case.fmt == "mxfp4":

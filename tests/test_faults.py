@@ -1,0 +1,114 @@
+"""Faults of an installation or of a process, each in a process of its own on a copy of the package.
+
+Every time: one sentence that says what is wrong, JAX computes on, and caches are as they were. What
+goes wrong while kernels are loaded is in test_loader_faults.py and test_gpu_faults.py.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import faults
+import small
+from fault_programs import FORK, TARGETS, run, two_copies
+
+CPU = dict(JAX_PLATFORMS="cpu")
+
+
+@pytest.fixture(scope="module")
+def good():
+    """Digest of the step on the CPU, of an undamaged package."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        return small.digest(small.step(*small.operands(pages=1), jnp.arange(small.BATCH)))
+
+
+ASK = """
+import jax, jax.numpy as jnp
+import jax_dsa_front as dsa, small
+from jax_dsa_front import _runtime
+args = *small.operands(pages=1), jnp.arange(small.BATCH)
+before = small.digest(args)
+print(_runtime.missing())
+try:
+    small.step(*args, implementation="cuda")
+except NotImplementedError as error:
+    print(error)
+print(small.digest(small.step(*args)))
+assert small.digest(args) == before, "an operand changed"
+"""
+OLD_JAXLIB = """
+import pathlib, jax
+folder = pathlib.Path("include/xla/ffi/api")
+folder.mkdir(parents=True)
+(folder / "c_api.h").write_text("#define XLA_FFI_API_MAJOR 0\\n#define XLA_FFI_API_MINOR 0\\n")
+jax.ffi.include_dir = lambda: "include"
+"""
+FAKE = "from fake_driver import FakeDriver; FakeDriver({}).install()"
+NO_LIBCUDA = FAKE.format('init_error=RuntimeError("Failed to dlopen libcuda.so.1")')
+PROCESS_FAULTS = {
+    "missing cuda-python": ("import sys; sys.modules['cuda'] = None", "cuda-python.*pip install"),
+    "missing libcuda": (NO_LIBCUDA, "driver.*libcuda"),
+    "driver too old": (FAKE.format("version=12020"), "driver is too old.*12.2.*12.4"),
+    "handler too new": (OLD_JAXLIB, "handler speaks XLA FFI 0.*newer jaxlib"),
+}
+FILE_FAULTS = {
+    **faults.HANDLER_FAULTS,
+    "missing manifest": faults.MANIFEST_FAULTS["missing manifest"],
+}
+
+
+@pytest.mark.parametrize("fault", [*FILE_FAULTS, *PROCESS_FAULTS])
+def test_the_rest_works_and_cuda_says_what_is_wrong(fault, good, tmp_path):
+    package, prepare = faults.copy_package(tmp_path), ""
+    if fault in FILE_FAULTS:
+        change, says = FILE_FAULTS[fault]
+        change(package)
+    else:
+        prepare, says = PROCESS_FAULTS[fault]
+    out, _ = run(prepare + ASK, tmp_path, **CPU)
+    missing, refused, result = out.strip().split("\n")
+    faults.assert_sentence(missing, says)
+    faults.assert_sentence(refused, says)
+    assert refused.startswith('implementation="cuda" cannot run') and missing in refused
+    assert result == good
+
+
+def test_fork_after_import(good, tmp_path):
+    faults.copy_package(tmp_path)
+    out, _ = run(FORK.format(k=256, implementation=None), tmp_path, **CPU)
+    assert out.split() == [good, good]
+
+
+@pytest.mark.parametrize("name", ["jax_dsa_front", "vendored_front"])
+def test_two_copies_in_one_process(name, good, tmp_path):
+    """A second one works, or its import says why not; the target never has two handlers, with
+    which JAX could not start its CUDA backend."""
+    assert two_copies(name, tmp_path, TARGETS, **CPU) == good
+
+
+EXIT = """
+import atexit, ctypes, threading, time
+def call():
+    message = ctypes.create_string_buffer(1024)
+    status = library.JaxDsaFrontLaunch(0, 1536, None, 32, 4096, None, message, 1024)
+    print(status, message.value.decode(), flush=True)
+atexit.register(call)  # in front of the package's own, and so called after it
+from jax_dsa_front import _runtime
+library = _runtime._library
+def slow(device, k):
+    time.sleep(1)
+    raise _runtime.KernelUnavailableError("too slow")
+_runtime._publish = slow
+threading.Thread(target=call, daemon=True).start()
+time.sleep(0.3)
+"""
+
+
+def test_exit_while_kernels_are_loaded(tmp_path):
+    """The interpreter waits for the load, and a later one is refused instead of entering Python."""
+    faults.copy_package(tmp_path)
+    out, err = run(EXIT, tmp_path, **CPU)
+    lines = sorted(out.strip().split("\n"))
+    assert len(lines) == 2 and all(line.startswith("1 jax_dsa_front c") for line in lines), out
+    assert "shutting down" in lines[0] and "too slow" in lines[1]
+    assert not err, err

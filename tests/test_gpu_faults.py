@@ -1,0 +1,148 @@
+"""Faults that only a GPU reaches: while XLA initialises a program, while work is in flight.
+
+Each in a process of its own on a copy of the package; afterwards the device computes on, and where
+the fault can be repaired the same process runs the kernel.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import faults
+import small
+from fault_programs import FORK, run, two_copies
+
+pytestmark = pytest.mark.gpu
+GPU = dict(XLA_PYTHON_CLIENT_PREALLOCATE="false")
+K = 1536
+
+CALL = """
+import functools, os, pathlib, shutil, signal, sys
+import jax, jax.numpy as jnp
+import jax_dsa_front as dsa, small
+from jax_dsa_front import _runtime, _variants
+args = *small.operands(k=1536, pages=2), jnp.arange(small.BATCH)
+before = small.digest(args)
+def call(implementation="cuda"):
+    step = jax.jit(functools.partial(small.step, implementation=implementation))
+    return small.digest(step(*args))
+def failing():
+    try:
+        call()
+        return "it ran"
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        assert small.digest(args) == before, "an operand changed"
+"""
+DAMAGED = (
+    CALL
+    + """
+print(failing().splitlines()[0])
+call("jnp")  # on the GPU
+with jax.default_device(jax.devices("cpu")[0]):
+    small.step(*small.operands(pages=1), jnp.arange(small.BATCH))
+shutil.copytree(GOOD, _variants.CUBINS, dirs_exist_ok=True)
+_variants.manifest.cache_clear()
+print(call())
+"""
+)
+INTERRUPTED = (
+    CALL
+    + """
+read = _runtime._read_cubin
+def interrupted(entry):
+    _runtime._read_cubin = read
+    signal.raise_signal(signal.SIGINT)
+    return read(entry)
+_runtime._read_cubin = interrupted
+for _ in range(3):
+    try:
+        print(call())
+        break
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}".splitlines()[0])
+"""
+)
+IN_FLIGHT = (
+    CALL
+    + """
+step = jax.jit(functools.partial(small.step, implementation="cuda"), donate_argnums=2)
+call()
+cache = jnp.copy(args[2])
+for _ in range(3000):
+    cache = step(*args[:2], cache, args[3]).cache
+print("leaving")
+"""
+)
+OUT_OF_MEMORY = (
+    CALL
+    + """
+limit = jax.devices("cuda")[0].memory_stats()["bytes_limit"]
+pages = limit * 6 // 10 // (64 * 132)
+cache = jnp.full((pages, 64, 132), 7, jnp.uint8)
+step = jax.jit(functools.partial(small.step, implementation="cuda"))
+try:
+    jax.block_until_ready(step(*args[:2], cache, args[3]))  # copies the cache: it is not donated
+except Exception as error:
+    print(str(error).splitlines()[0])
+assert bool(jax.jit(lambda cache: jnp.all(cache == 7))(cache)), "the cache changed"
+del cache
+print(call())
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def good_cuda():
+    with jax.default_device(jax.devices("cuda")[0]):
+        args = *small.operands(k=K, pages=2), jnp.arange(small.BATCH)
+        return small.digest(small.step(*args, implementation="cuda"))
+
+
+@pytest.mark.parametrize("fault", [*faults.CUBIN_FAULTS, *faults.MANIFEST_FAULTS])
+def test_damaged_cubins(fault, good_cuda, tmp_path):
+    """The call fails with the sentence; the device computes on; repaired, the same process runs."""
+    change, says = {**faults.CUBIN_FAULTS, **faults.MANIFEST_FAULTS}[fault]
+    change(faults.copy_package(tmp_path))
+    code = f"GOOD = {str(faults.PACKAGE / 'cubins')!r}\n{DAMAGED}"
+    sentence, result = run(code, tmp_path, **GPU)[0].strip().split("\n")
+    faults.assert_sentence(sentence, says)
+    assert result == good_cuda
+
+
+def test_interrupt_during_the_first_load(good_cuda, tmp_path):
+    """It ends the call, whether as itself or as the call's error; the next one loads and runs."""
+    faults.copy_package(tmp_path)
+    out, err = run(INTERRUPTED, tmp_path, **GPU)
+    *interrupted, result = out.strip().split("\n")
+    assert interrupted and all("KeyboardInterrupt" in line for line in interrupted), out
+    assert "Exception ignored" not in err, err
+    assert result == good_cuda
+
+
+def test_exit_with_work_in_flight(tmp_path):
+    faults.copy_package(tmp_path)
+    out, err = run(IN_FLIGHT, tmp_path, **GPU)
+    assert out == "leaving\n"
+    assert not [word for word in ("Fatal", "terminate", "Traceback", "CUDA_ERROR") if word in err]
+
+
+def test_out_of_memory_around_the_call(good_cuda, tmp_path):
+    faults.copy_package(tmp_path)
+    env = dict(XLA_PYTHON_CLIENT_PREALLOCATE="true", XLA_PYTHON_CLIENT_MEM_FRACTION="0.03")
+    sentence, result = run(OUT_OF_MEMORY, tmp_path, **env)[0].strip().split("\n")
+    assert "RESOURCE_EXHAUSTED" in sentence and result == good_cuda
+
+
+def test_fork_after_import_uses_the_gpu_in_both(tmp_path):
+    faults.copy_package(tmp_path)
+    out, _ = run(FORK.format(k=K, implementation="cuda"), tmp_path, **GPU)
+    child, parent = out.split()
+    assert child == parent
+
+
+@pytest.mark.parametrize("name", ["jax_dsa_front", "vendored_front"])
+def test_two_copies_on_a_gpu(name, tmp_path):
+    """With the real CUDA backend: it starts, and the kernel runs."""
+    assert two_copies(name, tmp_path, "", k=K, implementation="cuda", **GPU)
