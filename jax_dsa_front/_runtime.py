@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib
 import os
+import sys
 import threading
 import traceback
 from pathlib import Path
@@ -46,6 +47,20 @@ class _Kernel(ctypes.Structure):
     )
 
 
+def _refuse_second_copy() -> None:
+    """Two copies would register two handlers under one name, which breaks JAX's backends."""
+    here = str(Path(__file__).parent)
+    first = sys.modules.setdefault("_jax_dsa_front_copy", ModuleType(here)).__name__
+    if first != here:
+        raise ImportError(
+            f"jax_dsa_front is already loaded in this process, from {first}; "
+            f"the copy at {here} cannot be imported beside it"
+        )
+
+
+_refuse_second_copy()
+
+
 class KernelUnavailableError(RuntimeError):
     """One sentence why a kernel cannot be loaded on this machine."""
 
@@ -71,7 +86,13 @@ def register() -> None:
             "the package was not built (its handler library is missing); pip install it"
         )
         return
-    library = ctypes.CDLL(str(LIBRARY))
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+    except OSError as error:
+        _registration_error = (
+            f"the handler library cannot be loaded ({error}); reinstall jax_dsa_front"
+        )
+        return
     built, accepted = library.JaxDsaFrontFfiMinor(), _accepted_ffi_minor()
     if accepted is not None and built > accepted:
         # XLA would refuse it silently on CUDA: "No FFI handler registered" at the first compilation
@@ -126,13 +147,9 @@ def missing() -> str | None:
     if not _variants.MANIFEST.exists():
         return "the package was not built (its cubins are missing); pip install it"
     try:
-        driver = _driver()
-        version = _check(driver, driver.cuDriverGetVersion())
+        _driver()
     except KernelUnavailableError as error:
         return str(error)
-    if version < MINIMUM_DRIVER:
-        has, wanted = (f"{v // 1000}.{v % 1000 // 10}" for v in (version, MINIMUM_DRIVER))
-        return f"the NVIDIA driver is too old: it supports CUDA {has}, needed is {wanted}"
     if not local_cuda_architectures():
         return "JAX sees no CUDA device in this process"
     return None
@@ -166,6 +183,12 @@ def _driver() -> ModuleType:
         raise KernelUnavailableError(
             f"the NVIDIA driver (libcuda) cannot be used: {error}"
         ) from error
+    version = _check(driver, driver.cuDriverGetVersion())
+    if version < MINIMUM_DRIVER:
+        has, wanted = (f"{v // 1000}.{v % 1000 // 10}" for v in (version, MINIMUM_DRIVER))
+        raise KernelUnavailableError(
+            f"the NVIDIA driver is too old: it supports CUDA {has}, needed is {wanted}"
+        )
     return driver
 
 
@@ -189,7 +212,8 @@ def _load(device: int, k: int, message: int, message_bytes: int) -> int:
             _publish(device, k)
     except BaseException as error:  # nothing may pass through the C++ frames above
         if isinstance(error, KeyboardInterrupt):
-            _thread.interrupt_main()  # again, where it can be raised
+            # Again, when the C++ frames are gone: here it would be lost
+            threading.Timer(0.1, _thread.interrupt_main).start()
         if isinstance(error, KernelUnavailableError):
             text = str(error)
         else:
@@ -219,11 +243,7 @@ def _publish(device: int, k: int) -> None:
             f"CUDA device {device} cannot run this program: {reason}; "
             'lower it with implementation="jnp"'
         )
-    entries = [
-        entry
-        for entry in _variants.manifest()["kernels"]
-        if (entry["arch"], entry["k"]) == (arch, k)
-    ]
+    entries = [entry for entry in _manifest() if (entry["arch"], entry["k"]) == (arch, k)]
     if not entries:
         raise KernelUnavailableError(
             f"the manifest has no kernel for {arch} and K = {k}; reinstall jax_dsa_front"
@@ -239,6 +259,16 @@ def _publish(device: int, k: int) -> None:
     names = ("cuLaunchKernelEx", "cuTensorMapEncodeTiled", "cuGetErrorName")
     entry_points = [_entry_point(driver, name) for name in names]
     _library.JaxDsaFrontPublish(device, k, kernels, len(entries), *entry_points)
+
+
+def _manifest() -> list[dict[str, Any]]:
+    """The manifest's entries; they decide how much memory a launch gets, so not one may differ."""
+    try:
+        return _variants.manifest()["kernels"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise KernelUnavailableError(
+            "the manifest of the cubins is missing or damaged; reinstall jax_dsa_front"
+        ) from error
 
 
 def _kernel(driver: ModuleType, entry: dict[str, Any], device: Any) -> _Kernel:

@@ -4,10 +4,12 @@ the tests.
 Nothing here imports JAX, CUDA or the DSL.
 """
 
+import hashlib
 import json
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 CUBINS = Path(__file__).parent / "cubins"
 MANIFEST = CUBINS / "manifest.json"
@@ -94,7 +96,18 @@ def jnp_is_faster(arch: str, batch: int) -> bool:
     return batch > KERNEL_MAX_BATCH[arch]
 
 
+def digest(entries: list[dict[str, Any]]) -> str:
+    """SHA-256 of the manifest's entries, which the manifest carries beside them."""
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+
+
 @lru_cache(maxsize=1)
-def manifest() -> dict:
-    """The build's record of every cubin; raises FileNotFoundError in a tree that was not built."""
-    return json.loads(MANIFEST.read_text())
+def manifest() -> dict[str, Any]:
+    """The build's record: `kernels`, an entry per cubin in the order of VARIANTS, and versions.
+
+    Raises FileNotFoundError in a tree that was not built, ValueError if a byte of it changed.
+    """
+    content = json.loads(MANIFEST.read_text())
+    if digest(content["kernels"]) != content["sha256"]:
+        raise ValueError(f"{MANIFEST.name} is damaged")
+    return content

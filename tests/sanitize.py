@@ -4,11 +4,11 @@
 
 (and racecheck, synccheck, initcheck). Needs nothing but the installed package and a Hopper GPU.
 
-About 240 launches by 180 calls: all K, cache formats and schedules; B on both sides of every tile; 1, 8 and 32
-heads; slots of both widths and traced layers and head starts with the extremes of their types; odd
-columns; key and head weights in arrays of their own. Every buffer is an allocation of its own, so
-that the sanitizer sees each end of it, and guard pages and guard layers of known bytes lie around
-the tokens that slots may name. Launches are plain: the sanitizer does not look into graphs.
+About 250 launches by 180 calls: all K, cache formats and schedules; B on both sides of every tile;
+1, 8 and 32 heads; slots of both widths, traced layers and head starts, with the extremes of their
+types; odd columns; key and head weights in arrays of their own. Every buffer is an allocation of
+its own, so that the sanitizer sees each end of it, and guard pages and guard layers of known bytes
+lie around the tokens that slots may name. Launches are plain: it does not look into graphs.
 """
 
 import os

@@ -126,9 +126,13 @@ def test_interrupted_by_the_keyboard(package, driver, monkeypatch):
 
     monkeypatch.setattr(_runtime, "_read_cubin", interrupted)
     message = ctypes.create_string_buffer(1024)
-    with pytest.raises(KeyboardInterrupt):
+
+    def loading():
         _runtime._load(0, 1536, ctypes.addressof(message), 1024)
         time.sleep(2)
+
+    with pytest.raises(KeyboardInterrupt):
+        loading()
     assert message.value.decode() == PREFIX + "KeyboardInterrupt"
     assert driver.contexts == 0 and not _runtime._library.calls
     thread = threading.Thread(target=load, daemon=True)

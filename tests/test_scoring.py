@@ -160,19 +160,20 @@ def test_recall_of_the_top_2048(fmt):
     rows = np.tile(q_a, (8192, 1))
     head_weights = np.tile(w, (8192, 1))
 
-    @functools.partial(jax.jit, donate_argnums=2)
-    def front(wq_b, keys, cache, slots):
+    @functools.partial(jax.jit, donate_argnums=3)
+    def front(rows, head_weights, wq_b, cache, keys, slots):
         return dsa.index_front(
-            rows[: len(slots)], np.ones(k, ml_dtypes.bfloat16), wq_b, np.ones(128, np.float32),
-            np.zeros(128, np.float32), cache, slots, key=keys,
-            head_weights=head_weights[: len(slots)], key_offset=0, weight_offset=0, eps=1e-6,
-            key_eps=1e-6, cache_format=fmt, weights_dtype=jnp.float32,
+            rows, np.ones(k, ml_dtypes.bfloat16), wq_b, np.ones(128, np.float32),
+            np.zeros(128, np.float32), cache, slots, key=keys, head_weights=head_weights,
+            key_offset=0, weight_offset=0, eps=1e-6, key_eps=1e-6, cache_format=fmt,
+            weights_dtype=jnp.float32,
         )  # fmt: skip
 
     cache = dsa.empty_cache(tokens // page_size, page_size, cache_format=fmt)
-    for slots in np.arange(tokens, dtype=np.int32).reshape(-1, 8192):
-        cache = front(wq_b[:128], keys[slots], cache, slots).cache  # one head: the keys matter
-    query, scale, weights, cache = front(wq_b, keys[-1:], cache, np.array([tokens - 1], np.int32))
+    for slots in np.arange(tokens, dtype=np.int32).reshape(-1, 8192):  # one head: the keys matter
+        cache = front(rows, head_weights, wq_b[:128], cache, keys[slots], slots).cache
+    last = np.array([tokens - 1], np.int32)
+    query, scale, weights, cache = front(rows[:1], head_weights[:1], wq_b, cache, keys[-1:], last)
     pages, lens = jnp.arange(tokens // page_size)[None], jnp.array([tokens])
     scores = dsa.index_scores(query, scale, weights, cache, pages, lens, cache_format=fmt)
 

@@ -11,7 +11,7 @@ import warnings
 from importlib.metadata import version
 from pathlib import Path
 
-from .._variants import VARIANTS, Variant
+from .._variants import VARIANTS, Variant, digest
 
 
 def build_kernel(variant: Variant):
@@ -76,7 +76,11 @@ def build(output: Path) -> None:
     """Fills `output` with every cubin and the manifest that _runtime.py reads."""
     output.mkdir(parents=True, exist_ok=True)
     entries = [compile_variant(variant, output) for variant in VARIANTS]
-    manifest = {"cutlass_dsl": version("nvidia-cutlass-dsl"), "kernels": entries}
+    manifest = {
+        "cutlass_dsl": version("nvidia-cutlass-dsl"),
+        "sha256": digest(entries),
+        "kernels": entries,
+    }
     (output / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
 
 
