@@ -202,10 +202,11 @@ def arrays(case, operands):
     )
 
 
-def run(case, operands=None, implementation=None):
+def run(case, operands=None, implementation=None, compiler_options=None):
     """The result of one jitted call."""
     operands = make(case) if operands is None else operands
-    return jax.jit(function(case, implementation))(*arrays(case, operands))
+    fn = jax.jit(function(case, implementation), compiler_options=compiler_options)
+    return fn(*arrays(case, operands))
 
 
 GRID = (

@@ -105,8 +105,27 @@ def remat(projected, weights, cache, fmt):
     )
 
 
+def cond(projected, weights, cache, fmt):
+    return lax.cond(
+        projected[0, 0] > -100,
+        lambda cache: step(projected, weights, cache, jnp.arange(BATCH), fmt=fmt).cache,
+        lambda cache: cache,
+        cache,
+    )
+
+
+def reference(projected, weights, cache, fmt):
+    ref = jax.new_ref(cache)
+    for token in range(2):
+        front = step(projected, weights, ref[...], token + jnp.arange(BATCH), fmt=fmt)
+        ref[...] = front.cache
+    return front.weights, ref[...]
+
+
 STACKED = {layer_scan, token_and_layer_scan, unrolled_layers}
 PROGRAMS = [plain, token_scan, token_while, nested_jit, remat, *sorted(STACKED, key=str)]
+# XLA's GPU compiler keeps these in place too; the CPU compiler has tests of its own for them.
+GPU_PROGRAMS = [*PROGRAMS, cond, reference]
 
 
 def layer_bytes(cache):

@@ -34,7 +34,7 @@ topology = topologies.get_topology_desc(
     platform="cuda", target_config=pathlib.Path(config).read_text(), topology="1x1x1"
 )
 sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
-program = next(p for p in small.PROGRAMS if p.__name__ == name)
+program = next(p for p in small.GPU_PROGRAMS if p.__name__ == name)
 args = small.operands(k=1536, stacked=program in small.STACKED, fmt=fmt)
 args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
 lowered = jax.jit(program, static_argnums=3, donate_argnums=2).lower(*args, fmt)
@@ -48,7 +48,7 @@ assert not touched(text, small.HEADS * 128 * 1536 * 2, ("bf16", "f32"))
 
 
 @pytest.mark.parametrize("fmt", ["fp8", "mxfp4"])
-@pytest.mark.parametrize("program", [p.__name__ for p in small.PROGRAMS])
+@pytest.mark.parametrize("program", [p.__name__ for p in small.GPU_PROGRAMS])
 def test_program_is_in_place(program, fmt, tmp_path):
     """Aliased custom calls, no copy of the cache, a cache layer or a weight layer."""
     compile_for_h200(program, fmt, tmp_path)

@@ -23,9 +23,9 @@ from compare import (
 
 pytestmark = pytest.mark.gpu
 LARGEST = 128  # rows of the walk over batches
-# Ranges of B in which one kernel runs whatever fits in a wave, so that a row's bytes depend neither
-# on B nor on its place: the ends are batch tiles of the sm_90a variants.
-RANGES = ((1, 8), (9, 32), (33, 64), (65, 128))
+# A row's bytes depend neither on B nor on its place inside these ranges of B, whatever the number
+# of launches and the tile (docs/performance.md, at its end).
+RANGES = ((1, 8), (9, 300))
 
 
 @pytest.mark.parametrize("case", cases.KERNEL_GRID, ids=str)
@@ -115,7 +115,7 @@ def test_reruns_are_bit_identical(batch, fmt):
 def test_batch_invariance(k, low, high, fmt):
     """Rows alone, in company and in reverse give the same bytes, inside one range of B."""
     case = cases.Case(
-        "alone", fmt, k=k, heads=32, batch=high, pages=4, slots="distinct", align=8, seed=82
+        "alone", fmt, k=k, heads=32, batch=high, pages=6, slots="distinct", align=8, seed=82
     )
     operands = cases.make(case)
     cache, (projected, *parameters, slots), *_ = cases.arrays(case, operands)
@@ -131,7 +131,7 @@ def test_batch_invariance(k, low, high, fmt):
         if getattr(whole, name) is not None:
             assert_equal(getattr(reverse, name)[::-1], getattr(whole, name), f"{name}, reversed")
     keys = dsa.read_keys(whole.cache, slots, cache_format=fmt)
-    for batch in sorted({low, low + 1, (low + high) // 2, high - 1}):
+    for batch in sorted({low, low + 1, min(64, high), min(65, high), min(129, high), high - 1}):
         start = (high - batch) // 2
         rows = slice(start, start + batch)
         part = call(projected[rows], slots[rows])
