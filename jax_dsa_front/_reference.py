@@ -50,6 +50,15 @@ def round_bf16(x: jax.Array) -> jax.Array:
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
 
 
+def widen(x: jax.Array) -> jax.Array:
+    """f32 of a bfloat16 (or float32) array.
+
+    Pinned to what bfloat16 can hold: where the caller rounds to bfloat16 in the same program, XLA
+    on GPUs would take the number from before that rounding.
+    """
+    return round_bf16(x.astype(jnp.float32)) if x.dtype == jnp.bfloat16 else x
+
+
 def pow2_ceil(x: jax.Array) -> jax.Array:
     """The smallest power of two >= x, for positive normal f32."""
     bits = lax.bitcast_convert_type(x, jnp.uint32) + jnp.uint32(0x7FFFFF)
@@ -64,14 +73,14 @@ def pow2_inverse(scale: jax.Array) -> jax.Array:
 
 def rms_norm(x: jax.Array, gamma: jax.Array, eps: float) -> jax.Array:
     """f32 [B, K] `bf16((x * rsqrt(sum(x*x)/K + eps)) * gamma)` of bf16 [B, K] and [K]."""
-    x = x.astype(jnp.float32)
+    x = widen(x)
     mean_square = jnp.sum(x * x, axis=-1, keepdims=True) / x.shape[-1]
     return round_bf16((x * lax.rsqrt(mean_square + jnp.float32(eps))) * _as_row(gamma))
 
 
 def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
     """f32 [B, 128], bf16-rounded: two-pass LayerNorm of bf16 [B, 128] with f32 [128] affine."""
-    x = x.astype(jnp.float32)
+    x = widen(x)
     centred = x - jnp.mean(x, axis=-1, keepdims=True)
     variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
     scaled = centred * lax.rsqrt(variance + jnp.float32(eps)) * _as_row(weight)
@@ -179,7 +188,7 @@ def reference_front(
     values = round_bf16(values).reshape(values.shape[0], heads, HEAD_DIM)
 
     first = config.weight_offset + _clamp(head_start, config.num_heads - heads + 1)
-    own_weights = lax.dynamic_slice_in_dim(head_weights, first, heads, axis=1).astype(jnp.float32)
+    own_weights = widen(lax.dynamic_slice_in_dim(head_weights, first, heads, axis=1))
 
     own_key = lax.slice_in_dim(key, config.key_offset, config.key_offset + HEAD_DIM, axis=1)
     normed_key = layer_norm(
@@ -223,7 +232,7 @@ def _isolated_slice_of(stack: jax.Array, layer: jax.Array | int) -> jax.Array:
 
 
 def _as_row(vector: jax.Array) -> jax.Array:
-    return vector.astype(jnp.float32)[None, :]
+    return widen(vector)[None, :]
 
 
 def _clamp(index: jax.Array | int, size: int) -> jax.Array | int:

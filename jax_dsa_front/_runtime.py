@@ -212,8 +212,9 @@ def _load(device: int, k: int, message: int, message_bytes: int) -> int:
             _publish(device, k)
     except BaseException as error:  # nothing may pass through the C++ frames above
         if isinstance(error, KeyboardInterrupt):
-            # Again, when the C++ frames are gone: here it would be lost
-            threading.Timer(0.1, _thread.interrupt_main).start()
+            again = threading.Timer(0.1, _interrupt_main)  # when the C++ frames are gone
+            again.daemon = True
+            again.start()
         if isinstance(error, KernelUnavailableError):
             text = str(error)
         else:
@@ -223,6 +224,11 @@ def _load(device: int, k: int, message: int, message_bytes: int) -> int:
         ctypes.memmove(message, encoded + b"\0", len(encoded) + 1)
         return 1
     return 0
+
+
+def _interrupt_main() -> None:
+    if threading.main_thread().is_alive():
+        _thread.interrupt_main()
 
 
 def _publish(device: int, k: int) -> None:
