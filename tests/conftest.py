@@ -7,6 +7,9 @@ cannot pass for a green run. All other tests compute on the CPU, also on a machi
 
 import os
 
+# Several test processes may share a GPU; JAX would give the first one most of its memory.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 import jax
 import pytest
 
