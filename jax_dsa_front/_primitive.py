@@ -18,7 +18,7 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir, xla
 
 from jax_dsa_front import _runtime, _variants
-from jax_dsa_front._config import ROW_BYTES, FrontConfig
+from jax_dsa_front._config import HEAD_DIM, ROW_BYTES, FrontConfig
 from jax_dsa_front._reference import reference_front
 
 if TYPE_CHECKING:
@@ -58,9 +58,9 @@ def choose_on_cuda(config: FrontConfig, operands: Sequence[Any]) -> Explanation:
     if config.implementation == "jnp":
         return Explanation("jnp", 'implementation="jnp" asks for it')
     batch, pitch = operands[PROJECTED].shape
-    latent = operands[WQ_B].shape[-1]
+    rows, latent = operands[WQ_B].shape[-2:]
     local = tuple(sorted(set(_runtime.local_cuda_architectures())))
-    obstacle = _obstacle(latent, pitch, local)
+    obstacle = _obstacle(latent, pitch, rows // HEAD_DIM, local)
     if obstacle is not None:
         if config.implementation == "cuda":
             raise NotImplementedError(f'implementation="cuda" cannot run: {obstacle}')
@@ -70,7 +70,8 @@ def choose_on_cuda(config: FrontConfig, operands: Sequence[Any]) -> Explanation:
             return Explanation("jnp", "there is nothing to compute at B = 0")
         slow = [arch for arch in local if _variants.jnp_is_faster(arch, batch)]
         if slow and config.implementation is None:
-            return Explanation("jnp", f"on {', '.join(slow)} it is the faster one at B = {batch}")
+            reason = f"on {', '.join(slow)} the kernel is not known to be faster at B = {batch}"
+            return Explanation("jnp", reason)
     where = f"on {', '.join(local)}" if local else "on the device that the program is lowered for"
     return Explanation("cuda", f"a shipped kernel takes K = {latent} and P = {pitch} {where}")
 
@@ -88,12 +89,13 @@ def choose_elsewhere(config: FrontConfig, platform: str) -> Explanation:
     return Explanation("jnp", f"on {platform} it is the only one ({reason})")
 
 
-def _obstacle(latent: int, pitch: int, local: tuple[str, ...]) -> str | None:
+def _obstacle(latent: int, pitch: int, heads: int, local: tuple[str, ...]) -> str | None:
     """Why some local device cannot run the kernel; without one, why no architecture could."""
+    archs = local or _variants.ARCHITECTURES
+    reasons = [_variants.unsupported(latent, pitch, arch, heads) for arch in archs]
     if not local:
-        reasons = [_variants.unsupported(latent, pitch, x) for x in _variants.ARCHITECTURES]
-        return reasons[0] if reasons and all(reasons) else None
-    reasons = [_runtime.missing(), *(_variants.unsupported(latent, pitch, x) for x in local)]
+        return reasons[0] if all(reasons) else None
+    reasons.insert(0, _runtime.missing())
     return next((reason for reason in reasons if reason is not None), None)
 
 

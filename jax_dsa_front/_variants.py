@@ -15,6 +15,7 @@ CUBINS = Path(__file__).parent / "cubins"
 MANIFEST = CUBINS / "manifest.json"
 
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
+MAX_HEADS = 65535  # an extent of the grid
 LATENT_WIDTHS = (1280, 1536, 2048)  # K: query ranks of public DSA models
 
 
@@ -72,7 +73,7 @@ def architecture(compute_capability: tuple[int, int]) -> str:
     return f"sm_{major}{minor}a"
 
 
-def unsupported(k: int, pitch: int, arch: str) -> str | None:
+def unsupported(k: int, pitch: int, arch: str, heads: int = 1) -> str | None:
     """One sentence why no shipped kernel takes these; None if one does.
 
     `k`: width of the query latent; `pitch`: width of `projected` (elements).
@@ -88,6 +89,8 @@ def unsupported(k: int, pitch: int, arch: str) -> str | None:
             "the kernel needs rows of projected that start at multiples of 16 bytes: "
             f"a width P that is a multiple of 8, got {pitch}"
         )
+    if heads > MAX_HEADS:
+        return f"the kernel takes at most {MAX_HEADS} heads, got {heads}"
     return None
 
 

@@ -94,6 +94,10 @@ BAD = [
     ("stacks of no layer", STACKED, dict(wq_b=shape(0, HEADS * 128, K), cache=shape(0, 4, 64, 132, dtype=U8)), ValueError, r"stacked .*L = 0"),
     # Head shards
     ("fewer heads than here", UNSTACKED, dict(num_heads=HEADS - 1), ValueError, r"num_heads .*8.*got 7"),
+    ("num_heads too many", UNSTACKED, dict(num_heads=2**24), ValueError, r"num_heads .*16777215.*got 16777216"),
+    ("page_size too large", UNSTACKED, dict(cache=shape(1, 2**25 + 1, 132, dtype=U8)), ValueError, r"cache .*33554432.*got \(1, 33554433, 132\)"),
+    ("pages too many", UNSTACKED, dict(cache=shape(2**31 - 1, 1, 132, dtype=U8)), ValueError, r"cache .*2147483646.*got \(2147483647, 1, 132\)"),
+    ("slots past int32", UNSTACKED, dict(cache=shape(2**26, 64, 132, dtype=U8), slots=np.array([2**31, 0, 1, 2])), ValueError, r"slots .*2\*\*31.*jax_enable_x64.*got"),
     ("num_heads float", UNSTACKED, dict(num_heads=8.0), TypeError, r"num_heads .*int.*got float"),
     ("head_start past the model", UNSTACKED, dict(num_heads=16, head_start=9), ValueError, r"head_start .*8.*got 9"),
     ("head_start negative", UNSTACKED, dict(num_heads=16, head_start=-8), ValueError, r"head_start .*got -8"),

@@ -145,6 +145,7 @@ def test_call_is_part_of_a_command_buffer(tmp_path):
     assert dumps, [path.name for path in (tmp_path / "dump").iterdir()]
     text = dumps[-1].read_text()
     assert "kCommandBuffer" in text
+    assert "kCustomCall" in text
     outer = [line for line in text.splitlines() if line and not line[0].isspace()]
     assert not [line for line in outer if "kCustomCall" in line], text
 

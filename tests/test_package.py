@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import importlib.metadata
 import pathlib
 
 import pytest
@@ -150,3 +151,10 @@ def test_public_names_are_documented():
         dsa.__all__
     )
     assert "export_safety_checks" in dsa.__all__
+
+
+def test_one_wheel_serves_every_python():
+    wheel = importlib.metadata.distribution("jax_dsa_front").read_text("WHEEL")
+    assert "Tag: py3-none-linux" in wheel
+    extras = importlib.metadata.metadata("jax_dsa_front").get_all("Provides-Extra")
+    assert {"cuda12", "cuda13", "test"} <= set(extras)

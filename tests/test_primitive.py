@@ -271,3 +271,35 @@ def test_program_names_no_variant():
     assert custom_calls(text) and _variants.VARIANTS
     assert not [variant.name for variant in _variants.VARIANTS if variant.name in text]
     assert "sm_" not in text and "cubin" not in text
+
+
+def test_operands_on_explicit_mesh_axes_are_refused():
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    projected, weights, cache = small.operands(pages=2)
+    sharded = jax.device_put(projected, jax.sharding.NamedSharding(mesh, jax.P("x")))
+    with pytest.raises(NotImplementedError, match=r"bfloat16\[4@x,.*jax\.shard_map"):
+        jax.eval_shape(small.step, sharded, weights, cache, jnp.arange(small.BATCH))
+
+
+def test_more_heads_than_a_grid_has_fall_back(monkeypatch):
+    monkeypatch.setattr(_runtime, "local_cuda_architectures", lambda: ("sm_90a",))
+    monkeypatch.setattr(_runtime, "missing", lambda: None)
+    heads, k = 65536, 1280
+    arguments = dict(
+        projected=small.shape(2, k + 128 + heads),
+        q_norm=small.shape(k),
+        wq_b=small.shape(heads * 128, k),
+        key_norm_weight=small.shape(128, dtype=small.F32),
+        key_norm_bias=small.shape(128, dtype=small.F32),
+        cache=small.shape(2, 64, 132, dtype=small.U8),
+        slots=small.shape(2, dtype=small.I32),
+        key_offset=k,
+        weight_offset=k + 128,
+        eps=1e-6,
+        key_eps=1e-6,
+    )
+    assert "65535 heads, got 65536" in str(dsa.explain(**arguments))
+    with pytest.raises(NotImplementedError, match="65535 heads, got 65536"):
+        dsa.explain(**arguments, implementation="cuda")
+    arguments["projected"] = small.shape(2, k + 128 + heads + 1)
+    assert "multiple of 8, got 66945" in str(dsa.explain(**arguments))
