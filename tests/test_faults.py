@@ -91,7 +91,8 @@ import atexit, ctypes, threading, time
 def call():
     message = ctypes.create_string_buffer(1024)
     status = library.JaxDsaFrontLaunch(0, 1536, None, 32, 4096, None, message, 1024)
-    print(status, message.value.decode(), flush=True)
+    # One write: two threads print
+    print(f"{status} {message.value.decode()}\\n", end="", flush=True)
 atexit.register(call)  # in front of the package's own, and so called after it
 from jax_dsa_front import _runtime
 library = _runtime._library
