@@ -24,11 +24,8 @@ from jax_dsa_front import _variants
 
 LIBRARY = Path(__file__).parent / "libjax_dsa_front.so"
 TARGET = "jax_dsa_front.index_front.v1"
-MINIMUM_DRIVER = (
-    12040  # as cuDriverGetVersion counts: CUDA 12.4, whose XLA records custom calls into graphs
-)
-
-
+# As cuDriverGetVersion counts: CUDA 12.4, whose XLA records custom calls into graphs
+MINIMUM_DRIVER = 12040
 SCHEDULES = ("split_n", "split_k", "split_k_rows", "row_norm")  # as in csrc_glue/kernel_table.h
 
 
@@ -69,9 +66,8 @@ _registration_error: str | None = "jax_dsa_front was not imported as a package"
 _library: ctypes.CDLL | None = None
 # Re-entrant: a signal handler may need kernels while this thread loads others
 _load_lock = threading.RLock()
-_libraries: dict[
-    str, Any
-] = {}  # name of a variant -> CUlibrary, loaded once per process and never unloaded
+# Name of a variant -> CUlibrary, loaded once per process and never unloaded
+_libraries: dict[str, Any] = {}
 
 
 # Registration -------------------------------------------------------------------------------------

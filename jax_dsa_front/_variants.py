@@ -44,9 +44,8 @@ def _shipped() -> tuple[Variant, ...]:
     for arch in ARCHITECTURES:
         for k in LATENT_WIDTHS:
             if arch == "sm_90a":
-                if (
-                    k <= 1536
-                ):  # 2048 leaves room for one CTA per SM: 32 clusters would take two waves
+                # K = 2048 leaves room for one CTA per SM: 32 clusters would take two waves.
+                if k <= 1536:
                     variants.append(Variant(arch, k, "split_n", 8, max_batch=8))
                 variants.append(Variant(arch, k, "split_k", 32))
                 variants.append(Variant(arch, k, "split_k_rows", 64))

@@ -23,10 +23,6 @@ def cuda_devices():
         return []
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "gpu: needs a CUDA device that JAX can use")
-
-
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") is None or cuda_devices():
         return
