@@ -8,7 +8,10 @@ import hashlib
 import json
 import tempfile
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
+from itertools import repeat
+from multiprocessing import get_context
 from pathlib import Path
 
 from .._variants import VARIANTS, Variant, digest
@@ -23,7 +26,7 @@ def build_kernel(variant: Variant):
 
     match variant.schedule:
         case "split_n":
-            return SplitN(variant.k)
+            return SplitN(variant.k, converts_fp4=variant.arch != "sm_90a")
         case "split_k":
             return SplitK(variant.k, variant.tile)
         case "split_k_rows":
@@ -75,7 +78,10 @@ def compile_variant(variant: Variant, output: Path) -> dict:
 def build(output: Path) -> None:
     """Fills `output` with every cubin and the manifest that _runtime.py reads."""
     output.mkdir(parents=True, exist_ok=True)
-    entries = [compile_variant(variant, output) for variant in VARIANTS]
+    # Processes, because a compilation keeps one core busy and Python's lock with it; spawned ones,
+    # because JAX, which the package imports, has threads.
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        entries = list(pool.map(compile_variant, VARIANTS, repeat(output)))
     manifest = {
         "cutlass_dsl": version("nvidia-cutlass-dsl"),
         "sha256": digest(entries),

@@ -180,8 +180,22 @@ def fp4_scale(amax):
     return exponent, ptx.float_of(inverse)
 
 
+def fp4_codes(values, inverse, converts):
+    """e2m1 of values * inverse (at most 6 in magnitude), nearest even, the sign kept on zero: up to
+    four codes in one word, the first in the low nibble.
+
+    `converts`: whether the architecture has an instruction for it, which Hopper has not."""
+    if converts:
+        zeros = [Float32(0)] * (4 - len(values))
+        return ptx.e2m1_word([ptx.multiply(value, inverse) for value in values] + zeros)
+    word = fp4_code(values[0], inverse)
+    for i, value in enumerate(values[1:], 1):
+        word = word | (fp4_code(value, inverse) << (4 * i))
+    return word
+
+
 def fp4_code(value, inverse):
-    """e2m1 of value * inverse (at most 6 in magnitude), nearest even, the sign kept on zero.
+    """One code of `fp4_codes` in integer arithmetic.
 
     Scaled by 2**-126, e2m1 values become fp32 numbers whose exponent and top mantissa bit are the
     code; subnormal ones included. Rounding to that bit is an addition."""
@@ -195,12 +209,6 @@ def fp8_word(values, inverse):
     """Four e4m3fn codes, the first in the low byte."""
     scaled = [ptx.multiply(value, inverse) for value in values]
     return ptx.e4m3_pair(scaled[0], scaled[1]) | (ptx.e4m3_pair(scaled[2], scaled[3]) << 16)
-
-
-def fp4_word(values, inverse):
-    """Four e2m1 codes in 16 bits, the first in the low nibble."""
-    codes = [fp4_code(value, inverse) for value in values]
-    return codes[0] | (codes[1] << 4) | (codes[2] << 8) | (codes[3] << 12)
 
 
 def lane_sum(value, distances=(16, 8, 4, 2, 1)):
@@ -218,7 +226,7 @@ def group_max(amax):
 
 
 @cute.jit
-def insert_key(arguments, row, layer, inside, lane):
+def insert_key(arguments, row, layer, inside, lane, converts_fp4: cutlass.Constexpr = False):
     """Normalises, quantises and stores the key of one row; one warp, 4 columns a lane."""
     slot = Int64(0)
     if (arguments.flags & FLAG_SLOTS_64) != 0:
@@ -252,7 +260,8 @@ def insert_key(arguments, row, layer, inside, lane):
         if (arguments.flags & FLAG_MXFP4) != 0:
             exponent, inverse = fp4_scale(group_max(amax))
             base = base + page * (Int64(arguments.page_size) * 68)
-            ptx.store_global_u16(base + Int64(token) * 64 + lane * 2, fp4_word(values, inverse))
+            word = fp4_codes(values, inverse, converts_fp4)
+            ptx.store_global_u16(base + Int64(token) * 64 + lane * 2, word)
             if lane % 8 == 0:
                 scales = base + Int64(arguments.page_size) * 64
                 ptx.store_global_u8(scales + Int64(token) * 4 + lane // 8, exponent)

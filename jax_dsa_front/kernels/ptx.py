@@ -109,6 +109,13 @@ def bulk_copy(shared, source, nbytes, bar, policy=None):
         asm(code + ".L2::cache_hint [$0], [$1], $2, [$3], $4;", (*operands, policy))
 
 
+def bulk_copy_multicast(shared, source, nbytes, bar, ctas):
+    """To the same place in each CTA of the cluster whose bit is set, counted on its own barrier."""
+    code = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+    code = "{ .reg .b16 m; cvt.u16.u32 m, $4; " + code + " [$0], [$1], $2, [$3], m; }"
+    asm(code, (Int32(shared), Int64(source), Int32(nbytes), Int32(bar), Int32(ctas)))
+
+
 def peer_address(shared, rank):
     """The address in the cluster of `shared` in CTA `rank`."""
     return asm(
@@ -247,6 +254,11 @@ def bf16_bits(value):
     )
 
 
+def bf16_pair(low, high):
+    """Both values rounded to bf16, packed."""
+    return asm("cvt.rn.bf16x2.f32 $0, $2, $1;", (low, high), (Uint32,), pure=True)
+
+
 def sum_squares(pair, total):
     """total + lo * lo + hi * hi of a bf16 pair.
 
@@ -280,10 +292,23 @@ def max_u32(left, right):
     return asm("max.u32 $0, $1, $2;", (left, right), (Uint32,), pure=True)
 
 
+def max_u16x2(left, right):
+    return asm("max.u16x2 $0, $1, $2;", (left, right), (Uint32,), pure=True)
+
+
 def e4m3_pair(low, high):
     """Two e4m3fn codes, nearest even and saturating; NaN gives 0x7f."""
     code = "{ .reg .b16 t; cvt.rn.satfinite.e4m3x2.f32 t, $2, $1; cvt.u32.u16 $0, t; }"
     return asm(code, (low, high), (Uint32,), pure=True)
+
+
+def e2m1_word(values):
+    """Four e2m1 codes in 16 bits, nearest even, the sign kept on zero; sm_100a and later."""
+    code = "{ .reg .b8 p, q; cvt.rn.satfinite.e2m1x2.f32 p, $2, $1; "
+    code += (
+        "cvt.rn.satfinite.e2m1x2.f32 q, $4, $3; mov.b32 $0, {p, q, p, q}; and.b32 $0, $0, 0xffff; }"
+    )
+    return asm(code, tuple(values), (Uint32,), pure=True)
 
 
 # Tensor cores -------------------------------------------------------------------------------------

@@ -22,14 +22,12 @@ from .common import (
     SharedMemory,
     chosen_layer,
     first_head,
+    fp4_codes,
     fp4_scale,
-    fp4_word,
     fp8_scale,
     fp8_word,
-    group_max,
     insert_key,
     lane_sum,
-    largest,
     load_head_weight,
     shared_address,
     store_weight,
@@ -41,9 +39,10 @@ THREADS = 32 * (WARPS + 1)
 CHUNK = 64  # columns of K per ring slot: one 128-byte swizzle row
 CHUNK_BYTES = 128 * CHUNK * 2
 SHARED_LIMIT = 232448  # bytes per CTA on sm_90
-# Weight chunks whose copies start before the activations have arrived, by tile: behind the whole
-# stream the rows would take 3-7 k clocks.
-EARLY_CHUNKS = {32: 6, 64: 4}
+# Weight chunks whose copies start before the activations have arrived: behind the whole stream the
+# rows would take 3-7 k clocks.
+EARLY_CHUNKS = 7
+MAGNITUDES = 0x7FFF7FFF  # of two packed bf16
 FIRST_CHUNKS = 4  # of the first piece of y; the partial sums take their place in y
 
 # Named barriers
@@ -84,6 +83,13 @@ class SplitK:
             }
         )
         self.pieces = -(-self.half_k // 256)  # of 16 bytes per lane and row
+        self.deal_finished_rows()
+
+    def deal_finished_rows(self):
+        """How the CTA's half of the tile is dealt to its lanes in the end: in one pass if a row can
+        have 8 lanes or more."""
+        self.row_lanes = max(8, 32 * WARPS // (self.tile // 2))
+        self.passes = self.tile // 2 * self.row_lanes // (32 * WARPS)
 
     @cute.jit
     def __call__(self, arguments: FrontArguments, stream):
@@ -168,10 +174,15 @@ class SplitK:
                     shared["bar_squares"],
                 )
             policy = ptx.evict_first_policy()
-            for chunk in cutlass.range_constexpr(EARLY_CHUNKS[self.tile]):
+            for chunk in cutlass.range_constexpr(EARLY_CHUNKS):
                 self.copy_chunk(atom, source, target, bars, policy, part, chunk)
+            # Here, where no other warp can be at its second arrival yet: a warp may lag one round
+            # behind, but compute-sanitizer hangs on it. The second round opens the way for the sums
+            # of the peer, and this warp has no part in it.
+            ptx.cluster_wait()
+            ptx.cluster_arrive_relaxed()
             cute.arch.barrier(barrier_id=BARRIER_ROWS_LANDED, number_of_threads=THREADS)
-            for chunk in cutlass.range_constexpr(EARLY_CHUNKS[self.tile], self.ring):
+            for chunk in cutlass.range_constexpr(EARLY_CHUNKS, self.ring):
                 self.copy_chunk(atom, source, target, bars, policy, part, chunk)
             for chunk in cutlass.range_constexpr(self.ring, self.chunks):
                 slot = chunk % self.ring
@@ -179,8 +190,6 @@ class SplitK:
                 with cute.arch.elect_one():
                     ptx.mbarrier_expect(shared["bars"] + 8 * slot, CHUNK_BYTES)
                 self.copy_chunk(atom, source, target, bars, policy, part, chunk)
-            ptx.cluster_wait()
-            ptx.cluster_arrive_relaxed()  # before the keys: the sums of the peer wait for it
             cta = (head * tiles + tile) * CLUSTER + part
             for row in range(cta, arguments.batch, CLUSTER * tiles * heads):
                 insert_key(arguments, row, layer, inside, lane)
@@ -189,7 +198,7 @@ class SplitK:
             cute.arch.griddepcontrol_wait()
             x = self.load_rows(arguments, part, rows, warp, lane)
             ptx.cluster_arrive_relaxed()
-            raw_weights = self.load_head_weights(arguments, own_row, head, warp)
+            raw_weights = self.load_head_weights(arguments, own_row, head, warp, lane)
             ptx.cluster_wait()  # both CTAs' barriers are initialised
             norms = self.reciprocal_norms(arguments, shared, x, part, rows, warp, lane)
             accumulator = [Float32(0)] * (self.tile // 2)
@@ -243,13 +252,12 @@ class SplitK:
         )
 
     @cute.jit
-    def load_head_weights(self, arguments, own_row, head, warp):
+    def load_head_weights(self, arguments, own_row, head, warp, lane):
+        """Of the rows that this lane finishes, one per pass."""
         column = first_head(arguments) + head
         last = arguments.batch - 1
-        return [
-            load_head_weight(arguments, cutlass.min(own_row + warp + WARPS * i, last), column)
-            for i in range(self.tile // 2 // WARPS)
-        ]
+        rows = [own_row + self.finished_row(p, warp, lane) for p in range(self.passes)]
+        return [load_head_weight(arguments, cutlass.min(row, last), column) for row in rows]
 
     def local_row(self, p, part, rows, warp):
         """Pass `p` of this warp: (index among its CTA's rows, finishing CTA, its first row, how
@@ -402,42 +410,90 @@ class SplitK:
 
     @cute.jit
     def finish(self, arguments, shared, raw_weights, own_row, own, head, heads, warp, lane):
-        """Adds both halves of K and quantises: one row per warp, 4 of the head's columns per
-        lane."""
+        """Adds both halves of K and quantises: `row_lanes` lanes per row, each with every
+        `row_lanes`-th group of 4 columns, so that what a row needs once is not done by a whole
+        warp."""
         received, kept = self.sums(shared)
-        count = self.tile // 2 // WARPS
-        values, amax = [], []
-        for i in cutlass.range_constexpr(count):  # rows past `own` are computed too, and not stored
-            local = warp + WARPS * i
-            offset = (local * 128 + ((4 * lane) ^ (((local >> 1) & 3) << 3))) * 4
-            theirs = ptx.load_shared_f32x4(received + offset)
-            ours = ptx.load_shared_f32x4(kept + offset)
-            values.append([ptx.round_bf16(theirs[e] + ours[e]) for e in range(4)])
-            amax.append(largest(values[i]))
+        lanes, groups = self.row_lanes, 32 // self.row_lanes
+        sub = lane % lanes
+        words, amax = [], []  # of pass p: bf16 pairs of group i; per group, the largest magnitude
+        for p in cutlass.range_constexpr(self.passes):  # rows past `own`: computed, not stored
+            local = self.finished_row(p, warp, lane)
+            offset = (local * 128 + ((4 * sub) ^ (((local >> 1) & 3) << 3))) * 4
+            words.append([])
+            amax.append([])
+            for i in cutlass.range_constexpr(groups):
+                theirs = ptx.load_shared_f32x4(received + offset + 16 * lanes * i)
+                ours = ptx.load_shared_f32x4(kept + offset + 16 * lanes * i)
+                total = [theirs[e] + ours[e] for e in range(4)]
+                pairs = [ptx.bf16_pair(total[0], total[1]), ptx.bf16_pair(total[2], total[3])]
+                words[p].append(pairs)
+                amax[p].append(largest_of_pairs(pairs))
         if (arguments.flags & FLAG_MXFP4) != 0:
-            scales = [fp4_scale(group_max(amax[i])) for i in range(count)]
-            for i in cutlass.range_constexpr(count):
-                index = Int64(own_row + warp + WARPS * i) * heads + head
-                exponent, inverse = scales[i]
-                if warp + WARPS * i < own:
-                    word = fp4_word(values[i], inverse)
-                    ptx.store_global_u16(arguments.query + index * 64 + lane * 2, word)
-                    if lane % 8 == 0:
-                        scale_byte = arguments.query_scale + index * 4 + lane // 8
-                        ptx.store_global_u8(scale_byte, exponent)
-                    if lane == 0:
-                        store_weight(arguments, index, raw_weights[i], Float32(1))
+            scales = [fp4_group_scales(amax[p]) for p in range(self.passes)]
+            for p in cutlass.range_constexpr(self.passes):
+                local = self.finished_row(p, warp, lane)
+                index = Int64(own_row + local) * heads + head
+                if local < own:
+                    for i in cutlass.range_constexpr(groups):
+                        exponent, inverse = scales[p][i]
+                        word = fp4_codes(widen_pairs(words[p][i]), inverse, converts=False)
+                        column = 2 * sub + 2 * lanes * i  # in bytes
+                        ptx.store_global_u16(arguments.query + index * 64 + column, word)
+                        if sub % 8 == 0:
+                            group = arguments.query_scale + index * 4 + sub // 8 + lanes // 8 * i
+                            ptx.store_global_u8(group, exponent)
+                    if sub == 0:
+                        store_weight(arguments, index, raw_weights[p], Float32(1))
         else:
-            floor = Uint32(FP8_QUERY_FLOOR)
-            scales = [
-                fp8_scale(ptx.max_u32(cute.arch.warp_redux_sync(amax[i], "max"), floor))
-                for i in range(count)
-            ]
-            for i in cutlass.range_constexpr(count):
-                index = Int64(own_row + warp + WARPS * i) * heads + head
-                scale, inverse = scales[i]
-                if warp + WARPS * i < own:
-                    word = fp8_word(values[i], inverse)
-                    ptx.store_global_u32(arguments.query + index * 128 + lane * 4, word)
-                    if lane == 0:
-                        store_weight(arguments, index, raw_weights[i], ptx.float_of(scale))
+            scales = [fp8_scale(row_max(amax[p], lanes)) for p in range(self.passes)]
+            for p in cutlass.range_constexpr(self.passes):
+                local = self.finished_row(p, warp, lane)
+                index = Int64(own_row + local) * heads + head
+                scale, inverse = scales[p]
+                if local < own:
+                    for i in cutlass.range_constexpr(groups):
+                        word = fp8_word(widen_pairs(words[p][i]), inverse)
+                        column = 4 * sub + 4 * lanes * i
+                        ptx.store_global_u32(arguments.query + index * 128 + column, word)
+                    if sub == 0:
+                        store_weight(arguments, index, raw_weights[p], ptx.float_of(scale))
+
+    def finished_row(self, p, warp, lane):
+        """The row, of the CTA's own, that this lane finishes in pass `p`."""
+        rows = 32 // self.row_lanes  # of a warp
+        return (WARPS * p + warp) * rows + lane // self.row_lanes
+
+
+def largest_of_pairs(pairs):
+    """The largest magnitude of four packed bf16, as 16 bits."""
+    both = ptx.max_u16x2(pairs[0] & Uint32(MAGNITUDES), pairs[1] & Uint32(MAGNITUDES))
+    return ptx.max_u32(both & Uint32(0xFFFF), both >> 16)
+
+
+def widen_pairs(pairs):
+    """The four fp32 values of two packed pairs."""
+    return [
+        ptx.float_of(word) for pair in pairs for word in (pair << 16, pair & Uint32(0xFFFF0000))
+    ]
+
+
+def row_max(maxima, lanes):
+    """Bits of the amplitude of a row that `lanes` lanes hold, at least the floor."""
+    top = maxima[0]
+    for other in maxima[1:]:
+        top = ptx.max_u32(top, other)
+    for distance in (1, 2, 4, 8)[: lanes.bit_length() - 1]:
+        top = ptx.max_u32(top, cute.arch.shuffle_sync_bfly(top, distance))
+    return ptx.max_u32(top << 16, Uint32(FP8_QUERY_FLOOR))
+
+
+def fp4_group_scales(maxima):
+    """fp4_scale of each of the groups that 8 lanes hold; two groups share a shuffle."""
+    scales = []
+    for low, high in zip(maxima[::2], maxima[1::2], strict=True):
+        both = low | (high << 16)
+        for distance in (1, 2, 4):
+            both = ptx.max_u16x2(both, cute.arch.shuffle_sync_bfly(both, distance))
+        scales += [fp4_scale(both << 16), fp4_scale(both & Uint32(0xFFFF0000))]
+    return scales

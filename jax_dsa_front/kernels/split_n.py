@@ -1,9 +1,10 @@
 """Small batches: one head per cluster of 4 CTAs, each with 32 of the head's 128 rows and all of K.
 
-A CTA's piece of `wq_b` is one contiguous block, brought in by 8 bulk copies. Eight warps split K;
-the weights are the A operand of mma.sync, the normalised rows stay in registers as B.  Only the
-amplitude of a head (4 bytes per row and CTA) crosses the cluster.  A ninth warp issues the copies
-and inserts the keys.  docs/design.md has the picture.
+A CTA's piece of `wq_b` is one contiguous block, brought in by 8 bulk copies. Each CTA reads a
+quarter of the columns of the activations and multicasts it to the four. Eight warps split K; the
+weights are the A operand of mma.sync, the normalised rows stay in registers as B.  Only the
+amplitude of a head (4 bytes per row and CTA) goes back through the cluster.  A ninth warp issues
+the copies and inserts the keys.  docs/design.md has the picture.
 
 Runs on any architecture with clusters (sm_90 and later).
 """
@@ -20,7 +21,7 @@ from .common import (
     SharedMemory,
     chosen_layer,
     first_head,
-    fp4_code,
+    fp4_codes,
     fp4_scale,
     fp8_scale,
     insert_key,
@@ -37,36 +38,47 @@ TILE = 8  # batch rows: N of the mma
 WARPS = 8
 THREADS = 32 * (WARPS + 1)
 COPIES = 8  # of 4 rows each
-# Weights whose copies start before the activations have arrived, in pairs of copies; x behind the
-# whole stream takes 3-7 k clocks instead of 1 k.
-EARLY_PAIRS = 2
+# Copies of weights that start before those of the activations, and before the warps have read the
+# activations. Both tune one thing: activations behind the whole stream take 3-7 k clocks instead of
+# 1 k, and the stream must not run dry while they are waited for. One copy more or less on either
+# side costs 2 to 15 % (docs/performance.md).
+EARLY_COPIES = 1
+LATE_COPIES = 4
 CHAINS = 2  # independent accumulators per 16 rows
 SUM_PITCH = 36  # floats per batch row of the partial sums: 4 too many, against bank conflicts
 
 # mbarriers: one per pair of copies, then
 BAR_GAMMA = COPIES // 2
-BAR_PEAKS = BAR_GAMMA + 1
+BAR_ROWS = BAR_GAMMA + 1
+BAR_PEAKS = BAR_ROWS + 1
 BARS = BAR_PEAKS + 1
 
 # Named barriers
-BARRIER_ROWS_LANDED = 1
+BARRIER_ROWS_READ = 1
 BARRIER_SQUARES = 2
 BARRIER_SUMS = 3
 
 
 class SplitN:
-    """The kernel for one K; the batch is a run-time argument, tiles of 8 rows lie along grid z."""
+    """The kernel for one K; the batch is a run-time argument, tiles of 8 rows lie along grid z.
+
+    `converts_fp4`: whether the architecture has an instruction that converts to e2m1.
+    """
 
     cluster = CLUSTER
     threads = THREADS
     tile = TILE
 
-    def __init__(self, k):
+    def __init__(self, k, converts_fp4=False):
         self.k = k
+        self.converts_fp4 = converts_fp4
         # Odd copies are shifted by 64 bytes: a quarter warp then reads 128 bytes in 32 different
         # banks.
         self.copy_bytes = 4 * 2 * k
         self.pair_bytes = 2 * self.copy_bytes + 128
+        # The rows lie where the late copies and the sums go later. Odd rows are shifted by 64
+        # bytes: a quarter warp reads 64 bytes of each of two rows.
+        self.row_pitch = 2 * k + 64
         self.shared = SharedMemory(
             {
                 "weights": (COPIES // 2 * self.pair_bytes, 128),
@@ -102,6 +114,7 @@ class SplitN:
         rows = cutlass.min(Int32(TILE), arguments.batch - row0)
 
         shared = {name: shared_address(pointer) for name, pointer in self.shared.allocate().items()}
+        shared["rows"] = shared["weights"] + -(-LATE_COPIES // 2) * self.pair_bytes
         if warp == WARPS:
             self.produce(arguments, shared, part, head, heads, tile, rows, lane)
         else:
@@ -119,11 +132,14 @@ class SplitN:
         nbytes = Int32(2 * self.copy_bytes)
         if lane == BAR_GAMMA:
             nbytes = Int32(2 * self.k)
+        if lane == BAR_ROWS:
+            nbytes = 2 * self.k * rows
         if lane == BAR_PEAKS:
             nbytes = CLUSTER * 4 * rows
         if lane < BARS:
             ptx.mbarrier_expect(bars + 8 * lane, nbytes)
         cute.arch.sync_warp()
+        ptx.cluster_arrive_relaxed()
         cute.arch.griddepcontrol_wait()
         layer, inside = chosen_layer(arguments)
         first_row = layer * arguments.wq_b_layer_rows + head * 128 + part * ROWS
@@ -132,28 +148,35 @@ class SplitN:
         with cute.arch.elect_one():
             q_norm = arguments.q_norm + Int64(layer) * arguments.q_norm_layer_stride
             ptx.bulk_copy(shared["gamma"], q_norm, 2 * self.k, bars + 8 * BAR_GAMMA)
-            for pair in cutlass.range_constexpr(EARLY_PAIRS):
-                self.copy_pair(weights, source, bars, policy, pair)
-        ptx.cluster_arrive_relaxed()
-        cute.arch.barrier_arrive(barrier_id=BARRIER_SQUARES, number_of_threads=THREADS)
-        cute.arch.barrier(barrier_id=BARRIER_ROWS_LANDED, number_of_threads=THREADS)
+            self.copy_weights(weights, source, bars, policy, 0, EARLY_COPIES)
+        ptx.cluster_wait()  # the peers' barriers are initialised
+        quarter = 2 * self.k // CLUSTER  # bytes of a row
         with cute.arch.elect_one():
-            for pair in cutlass.range_constexpr(EARLY_PAIRS, COPIES // 2):
-                self.copy_pair(weights, source, bars, policy, pair)
+            target = shared["rows"] + part * quarter
+            x = arguments.projected + Int64(TILE * tile) * arguments.projected_pitch
+            x = x + part * quarter
+            for _ in range(rows):
+                ptx.bulk_copy_multicast(target, x, quarter, bars + 8 * BAR_ROWS, 2**CLUSTER - 1)
+                target = target + self.row_pitch
+                x = x + arguments.projected_pitch
+            self.copy_weights(weights, source, bars, policy, EARLY_COPIES, LATE_COPIES)
+        cute.arch.barrier(barrier_id=BARRIER_ROWS_READ, number_of_threads=THREADS)
+        with cute.arch.elect_one():
+            self.copy_weights(weights, source, bars, policy, LATE_COPIES, COPIES)
         _, _, tiles = cute.arch.grid_dim()
         for row in range(
             (tile * heads + head) * CLUSTER + part, arguments.batch, CLUSTER * heads * tiles
         ):
-            insert_key(arguments, row, layer, inside, lane)
-        ptx.cluster_wait()
+            insert_key(arguments, row, layer, inside, lane, self.converts_fp4)
 
-    def copy_pair(self, weights, source, bars, policy, pair):
-        for odd in (0, 1):
+    def copy_weights(self, weights, source, bars, policy, first, last):
+        """Starts copies `first` to `last` - 1; two of them share a barrier."""
+        for i in range(first, last):
             ptx.bulk_copy(
-                weights + pair * self.pair_bytes + odd * (self.copy_bytes + 64),
-                source + (2 * pair + odd) * self.copy_bytes,
+                weights + i // 2 * self.pair_bytes + i % 2 * (self.copy_bytes + 64),
+                source + i * self.copy_bytes,
                 self.copy_bytes,
-                bars + 8 * pair,
+                bars + 8 * (i // 2),
                 policy,
             )
 
@@ -166,15 +189,17 @@ class SplitN:
         columns = (
             warp * (self.k // WARPS * 2) + quad * 16
         )  # byte offset of this lane's first 8 columns
-        cute.arch.griddepcontrol_wait()
-        # Lanes of absent rows repeat the last one: their columns of the product are never used.
-        row = Int64(row0 + cutlass.min(group, rows - 1))
-        source = arguments.projected + row * arguments.projected_pitch + columns
-        x = [ptx.load_global_16b(source + 64 * step) for step in range(steps)]
         ptx.cluster_arrive_relaxed()
+        cute.arch.griddepcontrol_wait()
         raw_weight = load_head_weight(
             arguments, row0 + cutlass.min(warp, rows - 1), first_head(arguments) + head
         )
+
+        # Lanes of absent rows repeat the last one: their columns of the product are never used.
+        ptx.cluster_wait()  # before the peers' copies
+        ptx.mbarrier_wait(bars + 8 * BAR_ROWS, 0)
+        source = shared["rows"] + cutlass.min(group, rows - 1) * self.row_pitch + columns
+        x = [ptx.load_shared_16b(source + 64 * step) for step in range(steps)]
 
         # RMSNorm: this warp's part of each row's sum of squares, then all parts in warp order
         total = Float32(0)
@@ -184,8 +209,8 @@ class SplitN:
         total = lane_sum(total, (1, 2))
         if quad == 0:
             ptx.store_shared_f32(squares + (warp * TILE + group) * 4, total)
-        cute.arch.barrier_arrive(barrier_id=BARRIER_ROWS_LANDED, number_of_threads=THREADS)
-        cute.arch.barrier(barrier_id=BARRIER_SQUARES, number_of_threads=THREADS)
+        cute.arch.barrier_arrive(barrier_id=BARRIER_ROWS_READ, number_of_threads=THREADS)
+        cute.arch.barrier(barrier_id=BARRIER_SQUARES, number_of_threads=32 * WARPS)
         total = Float32(0)
         for i in cutlass.range_constexpr(WARPS):
             total = total + ptx.load_shared_f32(squares + (i * TILE + group) * 4)
@@ -233,7 +258,6 @@ class SplitN:
                 offset = (16 * half + 8 * upper) * 4
                 ptx.store_shared_f32(target + offset, partial[half][2 * upper])
                 ptx.store_shared_f32(target + offset + SUM_PITCH * 4, partial[half][2 * upper + 1])
-        ptx.cluster_wait()  # the peers' barriers are initialised
         cute.arch.barrier(barrier_id=BARRIER_SUMS, number_of_threads=32 * WARPS)
 
         self.finish(arguments, shared, raw_weight, part, head, heads, row0, rows, warp, lane)
@@ -255,7 +279,7 @@ class SplitN:
                 arguments.flags & FLAG_MXFP4
             ) != 0:  # 32 columns are one group: nothing crosses the cluster
                 exponent, inverse = fp4_scale(peak)
-                code = fp4_code(value, inverse)
+                code = fp4_codes([value], inverse, self.converts_fp4)
                 pair = code | (cute.arch.shuffle_sync_bfly(code, 1) << 4)
                 if (lane & 1) == 0:
                     column = part * (ROWS // 2) + (lane >> 1)
