@@ -1,73 +1,127 @@
-"""Every shipped sm_90a kernel at the edges of its arguments, for NVIDIA's compute-sanitizer:
+r"""Every shipped sm_90a kernel at the edges of its arguments, for NVIDIA's compute-sanitizer:
 
-    compute-sanitizer --tool memcheck python -P tests/sanitize.py
+    compute-sanitizer --tool memcheck --padding 512 --report-api-errors no --error-exitcode 1 \
+        --kernel-name kernel_substring=index_front python -P tests/sanitize.py
 
-(and racecheck, synccheck, initcheck). Needs nothing but the installed package and a Hopper GPU.
+(and racecheck, synccheck, initcheck, without --padding and --report-api-errors, which are
+memcheck's). Needs this clone, the installed package and an H100 or H200 of 132 SMs; `--k 1536` runs
+one K, a third of it.
 
-About 250 launches by 180 calls: all K, cache formats and schedules; B on both sides of every tile;
-1, 8 and 32 heads; slots of both widths, traced layers and head starts, with the extremes of their
-types; odd columns; key and head weights in arrays of their own. Every buffer is an allocation of
-its own, so that the sanitizer sees each end of it, and guard pages and guard layers of known bytes
-lie around the tokens that slots may name. Launches are plain: it does not look into graphs.
+147 launches by 105 calls: all K, cache formats and schedules; B at and beside multiples of tiles;
+1, 8 and 32 heads; slots of both widths, layers and head starts on the device, with the extremes of
+their types, and on the host; odd columns; key and head weights in arrays of their own. B = 0 is not
+among them: the FFI handler (csrc_glue/front_ffi.cc) answers it without a launch.
+
+XLA would take minutes to start under the tool, so the calls go around it, to the handler's bare
+launch: this file does what the FFI handler does with the operands. Every buffer is an allocation of
+exactly the size that the call needs, so that memcheck sees each end of it (with padding: cuMemAlloc
+puts buffers side by side). Results are not initialised, and read to the last byte, for initcheck.
+Without the tool the script still checks that of the whole cache, guard pages and guard layers
+included, just the tokens change that slots name, and that a second call gives the same bytes.
 """
 
-import os
+import argparse
+import ctypes
 import sys
 import time
+from pathlib import Path
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer="
-
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-import jax_dsa_front as dsa
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from bare import FORMAT_FLAGS, FrontParams, check
+
 from jax_dsa_front import _runtime, _variants
+from jax_dsa_front._config import HEAD_DIM, ROW_BYTES
 
 ARCH = "sm_90a"
-FORMATS = {"fp8": 132, "mxfp8": 132, "mxfp4": 68}
-BATCHES = (0, 1, 5, 8, 9, 17, 33, 65, 128, 130, 300)
-HEADS = (1, 8, 32)  # in turn; but 32 for those batches, whose tiles are then taken for any format
-WITH_ALL_HEADS = (65, 130)
-# Each of them once per program and run, so that every program sees inside and outside.
-LAYERS = (1, 1, 2**31 - 1, 1, -1, 1, 3, 1, -(2**31), 1)
-HEAD_STARTS = (0, 3, -1, 2**31 - 1, 1, -(2**31), 2, 4, 3, 0)
-STACK, SHARD = 3, 4  # layers, of which the outer two are guards; num_heads is H + 3
-PAGES, GUARD = 12, 0xA5  # the first and the last page are guards
+# (B, H), a schedule per line, which 132 SMs choose by their 66 clusters of 2. A call takes one of
+# each line, another for the next format or K.
+SHAPES = (
+    ((1, 1), (5, 8), (8, 32)),  # split_n; split_k for K = 2048
+    ((9, 8), (17, 32), (32, 1)),  # split_k
+    ((33, 8), (64, 1), (65, 8)),  # split_k, more than a tile
+    ((257, 8), (300, 8), (320, 8)),  # row_norm and split_k_rows, tiles of 64
+    ((129, 32), (256, 32), (300, 32)),  # row_norm and split_k_rows, tiles of 128
+)
+HEADS = (1, 8, 32)
+STACK = 3  # layers, of which all but the call's are guards
+# On the device the middle one; None: on the host the last one, which ends with its allocation. Any
+# three neighbours have both.
+LAYERS = (1, None, 1, 1, None, 1, None)
+OUTER_LAYERS = (2**31 - 1, -1, STACK, -(2**31))  # nothing is written
+HEAD_STARTS = (0, 3, -1, 2**31 - 1, None, -(2**31), 2, 6, 5)  # None: on the host, the largest
+PAGES = 12  # the first and the last are guards
 PAGE_SIZES = {"fp8": 64, "mxfp8": 37, "mxfp4": 64}
-RUNS = 2
+SLOTS_64, HEAD_WEIGHTS_F32, WEIGHTS_F32 = 1, 2, 4  # FrontFlags in csrc_glue/front_params.h
+
+LaunchFunction = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)  # cuLaunchKernelEx
 
 
-class Loaded:
-    """Remembers the kernels that the package loads, to say afterwards which of them ran."""
+class Launches:
+    """Stands between handler and driver, to say afterwards which kernels were launched."""
 
     def __init__(self):
-        self.kernels = {}  # K -> [(name, _Kernel)], in the handler's order of preference
-        load = _runtime._kernel
+        self.names, self.handles = {}, []  # handle -> name; handles in the order of the launches
+        self.callbacks = []  # the handler keeps the first one's address
+        load, entry_point = _runtime._kernel, _runtime._entry_point
 
         def remembering(driver, entry, device):
             kernel = load(driver, entry, device)
-            self.kernels.setdefault(entry["k"], []).append((entry["name"], kernel))
+            self.names[kernel.handle] = entry["name"]
             return kernel
 
-        _runtime._kernel = remembering
+        def intercepting(driver, name):
+            address = entry_point(driver, name)
+            return self.counted(address) if name == "cuLaunchKernelEx" else address
 
-    def chosen(self, k, batch, heads):
-        """Names of what the handler launches: the first kernel that runs in one wave, else the
-        last, and the normalisation of the rows in front of those that take them normalised."""
-        names = {_runtime.SCHEDULES[kernel.schedule]: name for name, kernel in self.kernels[k]}
-        for name, kernel in self.kernels[k]:
-            schedule = _runtime.SCHEDULES[kernel.schedule]
-            if schedule == "row_norm":
-                continue
-            found = [name, names["row_norm"]] if schedule == "split_k_rows" else [name]
-            clusters = -(-batch // kernel.tile) * heads
-            small_enough = kernel.max_batch == 0 or batch <= kernel.max_batch
-            if small_enough and clusters <= kernel.clusters_per_wave:
-                break
-        return found
+        _runtime._kernel, _runtime._entry_point = remembering, intercepting
+
+    def counted(self, address):
+        launch = LaunchFunction(address)
+
+        def count(config, handle, arguments, extra):
+            self.handles.append(handle)
+            return launch(config, handle, arguments, extra)
+
+        self.callbacks.append(LaunchFunction(count))
+        return ctypes.cast(self.callbacks[-1], ctypes.c_void_p).value
+
+
+class Device:
+    """The first GPU, without JAX. Its buffers (0.3 GB in all) are never given back, so no address
+    comes twice."""
+
+    def __init__(self):
+        self.driver = _runtime._driver()
+        context = check(self.driver.cuDevicePrimaryCtxRetain(check(self.driver.cuDeviceGet(0))))
+        check(self.driver.cuCtxSetCurrent(context))
+        self.stream = check(self.driver.cuStreamCreate(0))  # waits for copies: not non-blocking
+
+    def empty(self, nbytes):
+        return int(check(self.driver.cuMemAlloc(nbytes)))
+
+    def put(self, array):
+        array = np.ascontiguousarray(array)
+        address = self.empty(array.nbytes)
+        check(self.driver.cuMemcpyHtoD(address, array.ctypes.data, array.nbytes))
+        return address
+
+    def get(self, address, nbytes):
+        array = np.empty(nbytes, np.uint8)
+        check(self.driver.cuMemcpyDtoH(array.ctypes.data, address, nbytes))
+        return array
+
+    def launch(self, k, params, heads, wq_b_rows):
+        message, stream = ctypes.create_string_buffer(1024), ctypes.c_void_p(int(self.stream))
+        failed = _runtime._library.JaxDsaFrontLaunch(
+            *(0, k, ctypes.byref(params), heads, ctypes.c_int64(wq_b_rows), stream),
+            *(message, len(message)),
+        )
+        if failed:
+            raise RuntimeError(message.value.decode())
+        check(self.driver.cuStreamSynchronize(self.stream))
 
 
 def normal(rng, *shape):
@@ -78,123 +132,149 @@ def bf16(array):
     return array.astype(ml_dtypes.bfloat16)
 
 
-class Program:
-    """The calls of one K and format, all batches in one jitted program with one cache."""
+def slots_of(rng, batch, page_size, wide):
+    """Slots of a call, a third of them outside the cache, and the tokens that they name, bool."""
+    tokens = PAGES * page_size
+    slots = rng.permutation(np.arange(page_size, tokens - page_size))[:batch]
+    ends = [-1, tokens, -(2**31), 2**31 - 1, 2 * tokens]
+    if wide:  # whose lower halves name tokens of the first page
+        ends += [-(2**63), 2**63 - 1, 2**32 + 1, 2**33 + 2, -(2**32) + 3]
+    slots[-2::-3] = np.resize(ends, slots[-2::-3].size)  # never the last row: its key ends an array
+    named = np.isin(np.arange(tokens), slots)
+    return slots.astype(np.int64 if wide else np.int32), named
 
-    def __init__(self, k, fmt, weights, rng):
-        self.k, self.fmt, self.rng = k, fmt, rng
-        turn = list(FORMATS).index(fmt)
-        self.heads = [
-            HEADS[-1 if batch in WITH_ALL_HEADS else (i + turn) % len(HEADS)]
-            for i, batch in enumerate(BATCHES)
-        ]
-        self.wide_slots = fmt != "mxfp8"
-        self.page_size = PAGE_SIZES[fmt]
-        self.weights = weights
-        self.norms = (
-            jnp.asarray(bf16(1 + 0.1 * normal(rng, STACK, k))),
-            jnp.asarray(1 + 0.1 * normal(rng, 128)),
-            jnp.asarray(0.1 * normal(rng, STACK, 128)),
-        )
-        shape = (STACK, PAGES, self.page_size, FORMATS[fmt])
+
+def token_bytes(cache):
+    """The bytes of each token, [layers, tokens, R], from cache [layers, pages, page_size, R]."""
+    layers, pages, page_size, width = cache.shape
+    values, scales = np.split(cache.reshape(layers, pages, -1), [page_size * (width - 4)], axis=2)
+    tokens = [part.reshape(layers, pages * page_size, -1) for part in (values, scales)]
+    return np.concatenate(tokens, axis=2)
+
+
+class Call:
+    """A call with operands of its own but for `wq_b`; `turn` chooses what its shape leaves open."""
+
+    def __init__(self, device, rng, k, fmt, batch, heads, wq_b, layer, turn):
+        self.device, self.k, self.heads = device, k, heads
+        self.described = f"K = {k}, {fmt}, B = {batch}, H = {heads}"
+        head_start = HEAD_STARTS[turn % len(HEAD_STARTS)]
+        own, weights_f32 = turn % 2, turn // 2 % 2
+        slots_64 = own ^ weights_f32  # so that any two of the three come in all combinations
+        num_heads = heads // 8 * 8 + 5  # then the last head weight ends the packed rows
+        head_start_limit = num_heads - heads
+        flags = SLOTS_64 * slots_64 + HEAD_WEIGHTS_F32 * own + WEIGHTS_F32 * weights_f32
+        page_size, width = PAGE_SIZES[fmt], k if own else k + 3 + HEAD_DIM + num_heads
+        layer_on_host = STACK - 1 if layer is None else 0
+        start_on_host = head_start_limit if head_start is None else 0
+
+        projected = device.put(bf16(normal(rng, batch, width)))
+        key, key_pitch = projected + 2 * (k + 3), 2 * width
+        head_weights, head_weights_pitch, item = key + 2 * HEAD_DIM, 2 * width, 2
+        if own:
+            key = device.put(bf16(normal(rng, batch, 1 + HEAD_DIM))) + 2 * 1
+            key_pitch = 2 * (1 + HEAD_DIM)
+            head_weights = device.put(normal(rng, batch, 5 + num_heads)) + 4 * 5
+            head_weights_pitch, item = 4 * (5 + num_heads), 4
+        slots, named = slots_of(rng, batch, page_size, slots_64)
+        written = np.arange(STACK) == (layer_on_host if layer is None else layer)
+        self.named = written[:, None] & named  # [layers, tokens]
+        shape = (STACK, PAGES, page_size, ROW_BYTES[fmt])
         self.before = rng.integers(0, 256, shape, dtype=np.uint8)
-        self.before[[0, -1]] = self.before[:, [0, -1]] = GUARD
-        self.cache = jnp.array(self.before)
-        self.call = jax.jit(self.fronts, donate_argnums=0)
-
-    def fronts(self, cache, norms, weights, rows):
-        results = []
-        for heads, (projected, slots, layer, head_start, own) in zip(self.heads, rows, strict=True):
-            q_norm, gain, bias = norms
-            front = dsa.index_front(
-                projected, q_norm, weights[heads], gain, bias, cache, slots, layer,
-                key_offset=1 if "key" in own else self.k + 3,
-                weight_offset=5 if "head_weights" in own else self.k + 132,
-                num_heads=heads + SHARD - 1, head_start=head_start,
-                eps=1e-6, key_eps=1e-6, cache_format=self.fmt,
-                weights_dtype=jnp.float32 if heads == 8 else jnp.bfloat16,
-                implementation="cuda", **own,
-            )  # fmt: skip
-            cache = front.cache
-            results.append((front.query, front.query_scale, front.weights))
-        return cache, results
-
-    def rows(self, batch, heads, layer, head_start):
-        """Operands of one call, and the tokens of layer 1 that it may write."""
-        inner = np.arange(self.page_size, (PAGES - 1) * self.page_size)
-        slots = self.rng.permutation(inner)[:batch].astype(np.int64)
-        tokens = PAGES * self.page_size
-        ends = [-1, tokens, -(2**31), 2**31 - 1, 2 * tokens]
-        if self.wide_slots:  # whose lower halves name tokens
-            ends += [-(2**63), 2**63 - 1, 2**32 + 1, 2**33 + self.page_size, -(2**32) + 2]
-        slots[1::3] = np.resize(ends, slots[1::3].size)
-        written = slots[(slots >= 0) & (slots < tokens)] if layer == 1 else slots[:0]
-        width = -(-(self.k + 132 + heads + SHARD) // 8) * 8
-        own = {}
-        if batch % 2:
-            own["key"] = jnp.asarray(bf16(normal(self.rng, batch, 130)))
-            own["head_weights"] = jnp.asarray(normal(self.rng, batch, heads + SHARD + 5))
-        operands = (
-            jnp.asarray(bf16(normal(self.rng, batch, width))),
-            jnp.asarray(slots if self.wide_slots else slots.astype(np.int32)),
-            jnp.int32(layer),
-            jnp.int32(head_start),
-            own,
+        cache_layer_stride = self.before[0].nbytes
+        self.cache_offset = layer_on_host * cache_layer_stride
+        q_norm = device.put(bf16(1 + 0.1 * normal(rng, STACK, k)))
+        key_norm_bias = device.put(0.1 * normal(rng, STACK, HEAD_DIM))
+        self.wq_b_rows = (STACK - layer_on_host) * heads * HEAD_DIM
+        self.params = FrontParams(
+            projected=projected,
+            q_norm=q_norm + layer_on_host * 2 * k,
+            wq_b=wq_b + layer_on_host * heads * HEAD_DIM * 2 * k,
+            layer=None if layer is None else device.put(np.int32(layer)),
+            projected_pitch=2 * width,
+            batch=batch,
+            num_layers=STACK,
+            flags=FORMAT_FLAGS[fmt] + flags,
+            q_norm_layer_stride=2 * k,
+            wq_b_layer_rows=heads * HEAD_DIM,
+            eps=1e-6,
+            key_eps=1e-6,
+            weight_scale=(num_heads * HEAD_DIM) ** -0.5,
+            head_weights_pitch=head_weights_pitch,
+            head_weights=head_weights + start_on_host * item,
+            head_start=None if head_start is None else device.put(np.int32(head_start)),
+            key=key,
+            key_norm_weight=device.put(1 + 0.1 * normal(rng, HEAD_DIM)),  # the same in all layers
+            key_norm_bias=key_norm_bias + layer_on_host * 4 * HEAD_DIM,
+            slots=device.put(slots),
+            num_slots=PAGES * page_size,
+            cache_layer_stride=cache_layer_stride,
+            key_pitch=key_pitch,
+            page_size=page_size,
+            key_norm_bias_layer_stride=4 * HEAD_DIM,
+            head_start_limit=head_start_limit,
         )
-        return operands, written
+        words = batch * heads
+        self.results = {"query": words * HEAD_DIM, "weights": words * (4 if weights_f32 else 2)}
+        if fmt == "mxfp4":
+            self.results |= {"query": words * HEAD_DIM // 2, "query_scale": words * 4}
 
-    def run(self, turn):
-        """Runs all calls, then checks every byte of the cache that no slot names."""
-        rows, touched = [], np.zeros(PAGES * self.page_size, bool)
-        for i, (batch, heads) in enumerate(zip(BATCHES, self.heads, strict=True)):
-            layer, start = (x[(i + 3 * turn) % len(x)] for x in (LAYERS, HEAD_STARTS))
-            operands, written = self.rows(batch, heads, layer, start)
-            rows.append(operands)
-            touched[written] = True
-        self.cache, results = self.call(self.cache, self.norms, self.weights, rows)
-        jax.block_until_ready(results)
-        after = np.asarray(self.cache)
-        free = ~touched.reshape(PAGES, self.page_size)
-        assert (after[[0, -1]] == self.before[[0, -1]]).all(), "a guard layer changed"
-        for new, old in zip(split_page(after[1]), split_page(self.before[1]), strict=True):
-            assert (new[free] == old[free]).all(), "a token changed that no slot names"
-            assert (new[~free] != old[~free]).any() or not touched.any(), "nothing was stored"
-        self.before = after.copy()
-        for query, query_scale, weights in results:
-            for array in (query, query_scale, weights):
-                if array is not None:
-                    np.asarray(array)  # initcheck sees a read of every byte
+    def run(self):
+        """The bytes of the cache and the results, in buffers of this run alone."""
+        device, params = self.device, self.params
+        cache = device.put(self.before)
+        params.cache = cache + self.cache_offset
+        params.rows = device.empty(params.batch * 2 * self.k)
+        addresses = {name: device.empty(nbytes) for name, nbytes in self.results.items()}
+        for name, address in addresses.items():
+            setattr(params, name, address)
+        device.launch(self.k, params, self.heads, self.wq_b_rows)
+        results = {name: device.get(addresses[name], n) for name, n in self.results.items()}
+        return {"cache": device.get(cache, self.before.nbytes), **results}
 
-
-def split_page(cache):
-    """Value bytes [pages, page_size, R - 4] and scale bytes [pages, page_size, 4]."""
-    pages, page_size, width = cache.shape
-    flat = cache.reshape(pages, page_size * width)
-    values, scales = np.split(flat, [page_size * (width - 4)], axis=1)
-    return values.reshape(pages, page_size, -1), scales.reshape(pages, page_size, 4)
+    def verify(self, rerun):
+        """Raises if the cache changed elsewhere than at the slots, or if a second run differs."""
+        first = self.run()
+        if rerun:
+            again = self.run()
+            different = [name for name in first if (again[name] != first[name]).any()]
+            assert not different, f"{self.described}: two runs differ in {different}"
+        after = token_bytes(first["cache"].reshape(self.before.shape))
+        changed = (after != token_bytes(self.before)).any(axis=2)
+        wrong = np.argwhere(changed != self.named).tolist()  # [layer, token]
+        assert not wrong, f"{self.described}: changed, or not, against its slots: {wrong[:5]}"
 
 
 def main():
-    start = time.perf_counter()
-    jax.config.update("jax_enable_x64", True)  # for slots of 64 bits
-    loaded, rng, reached, launches = Loaded(), np.random.default_rng(0), set(), 0
-    for k in _variants.LATENT_WIDTHS:
-        stack = bf16(normal(rng, STACK, HEADS[-1] * 128, k) * np.float32(k**-0.5))
-        weights = {heads: jnp.asarray(stack[:, : heads * 128]) for heads in HEADS}
-        for fmt in FORMATS:
-            program = Program(k, fmt, weights, rng)
-            for turn in range(RUNS):
-                program.run(turn)
-            for batch, heads in zip(BATCHES, program.heads, strict=True):
-                names = loaded.chosen(k, batch, heads) if batch else []
-                launches += RUNS * len(names)
-                reached |= {(name, fmt) for name in names}
-    shipped = {v.name for v in _variants.VARIANTS if v.arch == ARCH}
-    missed = sorted({(name, fmt) for name in shipped for fmt in FORMATS} - reached)
-    seconds = time.perf_counter() - start
-    print(f"{launches} launches of {len(shipped)} kernels, guards untouched, {seconds:.0f} s")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--k", type=int, choices=_variants.LATENT_WIDTHS)
+    only = parser.parse_args().k
+    if _runtime.registration_error() is not None:
+        sys.exit(_runtime.registration_error())
+    start, launches, device, reached = time.perf_counter(), Launches(), Device(), set()
+    shipped = [v for v in _variants.VARIANTS if v.arch == ARCH and only in (None, v.k)]
+    for i, k in enumerate(_variants.LATENT_WIDTHS):
+        if only not in (None, k):
+            continue
+        rng = np.random.default_rng(k)
+        stack = bf16(normal(rng, STACK, HEADS[-1] * HEAD_DIM, k) * np.float32(k**-0.5))
+        wq_b = {heads: device.put(stack[:, : heads * HEAD_DIM]) for heads in HEADS}
+        for j, fmt in enumerate(FORMAT_FLAGS):
+            for line, shapes in enumerate(SHAPES):
+                batch, heads = shapes[(i + j) % len(shapes)]
+                before, turn = len(launches.handles), 15 * i + 5 * line + j
+                operands = device, rng, k, fmt, batch, heads, wq_b[heads]
+                Call(*operands, LAYERS[turn % len(LAYERS)], turn).verify(rerun=True)
+                if (i + j + line) % len(FORMAT_FLAGS) == 0:  # one format of each kernel
+                    outer = OUTER_LAYERS[turn % len(OUTER_LAYERS)]
+                    Call(*operands, outer, turn + 3).verify(rerun=False)
+                reached |= {(launches.names[h], fmt) for h in launches.handles[before:]}
+            seconds = time.perf_counter() - start
+            print(f"K = {k}, {fmt}: {len(launches.handles)} launches, {seconds:.0f} s", flush=True)
+    missed = sorted({(v.name, fmt) for v in shipped for fmt in FORMAT_FLAGS} - reached)
     if missed:
         sys.exit(f"not reached: {missed}")
+    print(f"all {len(shipped)} kernels in all formats; guards untouched, reruns equal")
 
 
 if __name__ == "__main__":
