@@ -22,6 +22,7 @@ STACKABLE = ("q_norm", "wq_b", "key_norm_weight", "key_norm_bias", "cache")
 ALL = frozenset(STACKABLE)
 NONE = frozenset()
 CACHE = 5  # its position among the operands
+KIMI = dict(k=1536, heads=32, batch=8)  # width and head count of Kimi K3.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Case:
     traced_layer: bool = False
     slot_dtype: str = "int32"
     slots: str = "mixed"  # a key of SLOTS
-    gap: int = 0  # unused columns of `projected` after q_a, after the key and after the weights
+    gap: int = 0  # unused columns of `projected` after q_a, twice as many behind key and weights
     align: int = 1  # `projected` is widened to a multiple of this
     own_key: bool = False
     own_weights: str | None = None  # dtype of a head_weights array of its own
@@ -100,13 +101,16 @@ class Operands:
 
 
 def columns(case):
-    """(key_offset, weight_offset, P): where things stand, packed behind q_a or in own arrays."""
+    """(key_offset, weight_offset, P): where things stand, packed behind q_a or in own arrays.
+
+    In `projected` an odd gap makes all three odd (P unless aligned).
+    """
     local, width = case.head_start + case.heads, case.k + case.gap
     key_offset, weight_offset = min(case.gap, 1), min(case.gap, 3)
     if not case.own_key:
-        key_offset, width = width, width + 128 + case.gap
+        key_offset, width = width, width + 128 + 2 * case.gap
     if not case.own_weights:
-        weight_offset, width = width, width + local + case.gap
+        weight_offset, width = width, width + local + 2 * case.gap
     return key_offset, weight_offset, -(-width // case.align) * case.align
 
 
@@ -210,8 +214,8 @@ def run(case, operands=None, implementation=None, compiler_options=None):
 
 
 GRID = (
-    # Kimi K3.1's width and head count in each format.
-    *(Case(f"kimi-{fmt}", fmt, k=1536, heads=32, batch=8) for fmt in FORMATS),
+    # A whole model's width and head count in each format.
+    *(Case(f"kimi-{fmt}", fmt, **KIMI) for fmt in FORMATS),
     # The other query ranks and head counts of public DSA models, whole and as shards.
     Case("k1280-h64", k=1280, heads=64, batch=5, seed=2),
     Case("k2048-h16", "mxfp8", k=2048, heads=16, batch=16, seed=3),

@@ -1,7 +1,8 @@
 """A stand-in for `cuda.bindings.driver`: enough of it to load cubins where there is no GPU.
 
-It answers like the driver of a machine with one device: unknown symbols are not found, an image
-that is no ELF file and more shared memory than an SM has are refused. Nothing can be launched.
+It answers like the driver of a machine with as many devices as it has compute capabilities: unknown
+symbols are not found, an image that is no ELF file and more shared memory than an SM has are
+refused. Nothing can be launched.
 """
 
 import enum
@@ -44,8 +45,8 @@ class FakeDriver:
     CUdevice_attribute = CUfunction_attribute = CUlaunchAttributeID = Names()
     CUlaunchAttribute = CUlaunchConfig = staticmethod(structure)
 
-    def __init__(self, version=13000, capability=(9, 0), init_error=None):
-        self.version, self.capability, self.init_error = version, capability, init_error
+    def __init__(self, version=13000, capabilities=((9, 0),) * 8, init_error=None):
+        self.version, self.capabilities, self.init_error = version, capabilities, init_error
         self.contexts = 0  # pushed and not popped
         self.images = []
 
@@ -66,7 +67,7 @@ class FakeDriver:
         return CUresult.CUDA_SUCCESS, ordinal
 
     def cuDeviceGetAttribute(self, which, device):  # noqa: N802
-        return CUresult.CUDA_SUCCESS, self.capability[which.endswith("MINOR")]
+        return CUresult.CUDA_SUCCESS, self.capabilities[device][which.endswith("MINOR")]
 
     def cuDevicePrimaryCtxRetain(self, device):  # noqa: N802
         return CUresult.CUDA_SUCCESS, "context"

@@ -105,6 +105,7 @@ class Expected:
     rows: np.ndarray  # int [layers or none, pages, page_size]: how many rows wrote each token
     lowest: np.ndarray  # int [B, H, 128]: the query's codes by `rank` may honestly lie between
     highest: np.ndarray  # these two, where another summation crosses a rounding boundary
+    torn: np.ndarray  # bool, like query: bytes that an activation between two neighbours decides
     query_exponent: np.ndarray  # int [B, H] (fp8) or [B, H, 4]: power of two of the query's scale
 
 
@@ -151,7 +152,10 @@ def front(
         # How far another honest evaluation may be: its fp32 sums, and activations so close to a
         # rounding boundary of bfloat16 that fp32 may take the neighbour.
         flips = np.abs(round_bf16(exact * (1 + 2.0**-20)) - round_bf16(exact * (1 - 2.0**-20)))
-        slack = ((flips + np.abs(y) * 2.0**-20) @ np.abs(wq_b).T).reshape(projection.shape)
+        flips, sums = (
+            (each @ np.abs(wq_b).T).reshape(projection.shape)
+            for each in (flips, np.abs(y) * 2.0**-20)
+        )
     query = round_bf16(projection)
 
     source = projected if head_weights is None else head_weights
@@ -166,7 +170,9 @@ def front(
         query_bytes, query_exponent = quantise_fp8(query, 1e-10)
         folded = folded * np.exp2(query_exponent).astype(np.float32)
         folded = np.where(np.isfinite(query).all(-1), folded, np.float32(np.nan))
-    lowest, highest = code_range(projection, slack, query_exponent, cache_format)
+    lowest, highest = code_range(projection, flips + sums, query_exponent, cache_format)
+    low, high = code_range(projection, flips, query_exponent, cache_format)
+    torn = (low != high).reshape(*query_bytes.shape, 128 // query_bytes.shape[-1]).any(-1)
     if weight_scale is None:
         weight_scale = ((heads if num_heads is None else num_heads) * 128) ** -0.5
     weights = folded * np.float32(weight_scale)
@@ -182,7 +188,9 @@ def front(
         cache_format,
     )
     cache, rows = insert(cache, slots, layer, codes, scales)
-    return Expected(query_bytes, query_scale, weights, cache, rows, lowest, highest, query_exponent)
+    return Expected(
+        query_bytes, query_scale, weights, cache, rows, lowest, highest, torn, query_exponent
+    )
 
 
 def rank(codes, cache_format):

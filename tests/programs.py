@@ -9,6 +9,9 @@ import re
 
 import jax
 
+import cases
+
+TARGET = "jax_dsa_front.index_front.v1"
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?\S+ = (\w+)\[([\d,]*)\]\S* ([\w-]+)\(", re.M)
 ITEM_BYTES = {"u8": 1, "bf16": 2, "f32": 4}
 # Operations that hand a buffer on or write a part of it in place. Everything else that yields a
@@ -63,3 +66,14 @@ def lowered_for_cuda(fn, *args, donate=()):
 
     traced = jax.jit(fresh, donate_argnums=donate).trace(*args)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def cuda_text(case, implementation=None):
+    """StableHLO of a case lowered for CUDA with the cache donated."""
+    arrays = cases.arrays(case, cases.make(case))
+    return lowered_for_cuda(cases.function(case, implementation), *arrays, donate=0)
+
+
+def custom_calls(text):
+    """The operation lines of our custom call in StableHLO text."""
+    return [line for line in text.splitlines() if f"stablehlo.custom_call @{TARGET}(" in line]

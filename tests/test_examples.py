@@ -36,12 +36,10 @@ def test_readme_code_runs_as_it_stands(tmp_path):
 
 
 def test_readme_commands():
-    """Two lines, each from a clean clone; .ci/run runs the same."""
+    """Two lines, each from a clean clone; .ci/run runs the second, whose tests run the demo."""
     commands = ("pip install . && jax-dsa-front", 'pip install ".[test]" && pytest')
     assert tuple(re.findall(r"^pip install .* && .*$", README, re.M)) == commands
-    script = (ROOT / ".ci" / "run").read_text()
-    for command in commands:
-        assert f"\n  {command}\n" in script
+    assert f"\n  {commands[1]}\n" in (ROOT / ".ci" / "run").read_text()
 
 
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))])

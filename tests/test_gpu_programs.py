@@ -1,5 +1,7 @@
 """The kernel inside jitted programs: aliased, captured, replayed, exported, profiled."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +12,9 @@ import jax_dsa_front as dsa
 import small
 from compare import assert_equal
 from processes import run_python
-from programs import assert_in_place, touched
+from programs import TARGET, assert_in_place, touched
 
 pytestmark = pytest.mark.gpu
-TARGET = "jax_dsa_front.index_front.v1"
 K = 1536
 
 
@@ -148,6 +149,62 @@ def test_call_is_part_of_a_command_buffer(tmp_path):
     assert "kCustomCall" in text
     outer = [line for line in text.splitlines() if line and not line[0].isspace()]
     assert not [line for line in outer if "kCustomCall" in line], text
+
+
+RECORDINGS = """
+import os
+os.dup2(1, 2)  # XLA's log between our marks, in order
+import jax, jax.numpy as jnp, small
+def decode(row, weights, cache):
+    for _ in range(6):
+        row = jax.lax.optimization_barrier(-row)
+    front = small.step(row, weights, cache, jnp.arange(small.BATCH), implementation="cuda")
+    return row.at[:, -small.HEADS:].set(front.weights), front.cache
+decode = jax.jit(decode, donate_argnums=(0, 2))
+row, weights, cache = small.operands(k=1536)
+copies = jax.tree.map(jnp.copy, weights)
+for phase, parameters, runs in (
+    ("first", weights, 3), ("same", weights, 50), ("moved", copies, 1), ("stayed", copies, 50)
+):
+    print("=== phase", phase, flush=True)
+    for _ in range(runs):
+        row, cache = jax.block_until_ready(decode(row, parameters, cache))
+"""
+
+
+def test_graph_is_recorded_again_only_when_an_address_changes(tmp_path):
+    """XLA's own log: what it records and what it executes, while addresses stay and as they move.
+
+    Everything that a step makes anew is donated to it, and each step is waited for, so that only
+    XLA's scratch memory is allocated per step, and that at the same place. A first recording is
+    due by the third step: XLA may execute the first without a graph.
+    """
+    log = run_python(
+        RECORDINGS,
+        cwd=tmp_path,
+        TF_CPP_MIN_LOG_LEVEL="0",
+        TF_CPP_VMODULE="command_buffer_thunk=3",
+        **ENVIRONMENT,
+    )
+    phases = dict(part.split("\n", 1) for part in log.split("=== phase ")[1:])
+    recorded = {name: count_lines(lines, RECORDED) for name, lines in phases.items()}
+    executed = {name: count_lines(lines, EXECUTED) for name, lines in phases.items()}
+    graphs = executed["moved"]  # in one step
+    counts = f"recorded {recorded}, executed {executed}; the log ends with\n{log[-3000:]}"
+    assert graphs >= 1 and executed["same"] == executed["stayed"] == 50 * graphs, counts
+    assert recorded["first"] >= 1 and recorded["moved"] >= 1, counts
+    assert recorded["same"] == recorded["stayed"] == 0, counts
+
+
+# Lines of xla/backends/gpu/runtime/command_buffer_thunk.cc (VLOG 3), without what changed in them:
+# "Initialize", "Update" or "Create/Update command buffer ... by recoding command buffer cmd
+# sequence ...", and "Execute command buffer ...; num_executions=...".
+RECORDED = r"^(?!.*skip Initialize).*by recoding command buffer cmd sequence"
+EXECUTED = r"Execute command buffer.*num_executions="
+
+
+def count_lines(text, pattern):
+    return len(re.findall(pattern, text, re.M))
 
 
 @pytest.mark.parametrize("flags", ["", "--xla_gpu_enable_command_buffer="], ids=["graph", "none"])

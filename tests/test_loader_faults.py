@@ -108,9 +108,19 @@ def test_what_the_machine_lacks(driver, says, package, monkeypatch):
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 9)])
 def test_a_device_without_kernels(capability, package, monkeypatch):
-    use(monkeypatch, FakeDriver(capability=capability))
+    use(monkeypatch, FakeDriver(capabilities=[capability]))
     major, minor = capability
     assert_fails(f"no kernel is shipped for sm_{major}{minor}a.*implementation")
+
+
+def test_a_device_without_kernels_beside_one_with(package, monkeypatch):
+    """It is named, and the other gets its kernels."""
+    use(monkeypatch, FakeDriver(capabilities=[(9, 0), (8, 0)]))
+    status, sentence = load(device=1)
+    assert status == 1
+    faults.assert_sentence(sentence, f"^{PREFIX}CUDA device 1 cannot run this program: .*sm_80a")
+    assert load(device=0) == (0, "")
+    assert _runtime._library.calls == [(0, 1536, TILES)]
 
 
 def test_interrupted_by_the_keyboard(package, driver, monkeypatch):

@@ -7,7 +7,15 @@ import pytest
 import cases
 import jax_dsa_front as dsa
 import oracle
-from compare import assert_front, assert_query, assert_same_front, assert_untouched
+from compare import (
+    FEW,
+    SMALL,
+    assert_front,
+    assert_query,
+    assert_query_share,
+    assert_same_front,
+    assert_untouched,
+)
 
 # Compiled without optimisation in half the time; the whole model's shapes as users get them.
 QUICK = {"xla_backend_optimization_level": 0}
@@ -26,6 +34,18 @@ def test_jnp_equals_oracle(case):
 def test_grid_names_are_unique():
     names = [case.name for case in cases.GRID]
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("grid", [cases.GRID, cases.KERNEL_GRID], ids=["grid", "kernel"])
+def test_odd_offsets_are_odd(grid):
+    """Of the key and of the head weights, in `projected`; its rows are odd where they may be."""
+    odd = [case for case in grid if case.name.startswith("odd-offsets")]
+    assert {case.fmt for case in odd} == set(cases.FORMATS)
+    for case in odd:
+        key_offset, weight_offset, width = cases.columns(case)
+        assert not (case.own_key or case.own_weights)
+        assert key_offset % 2 == weight_offset % 2 == 1
+        assert width % 2 == (case.align == 1)
 
 
 @pytest.mark.parametrize("fmt", ["fp8", "mxfp4"])
@@ -84,3 +104,17 @@ def test_comparison_would_notice():
             assert_front(front._replace(cache=cache), operands.cache, want, case.fmt)
     with pytest.raises(AssertionError, match="untouched"):
         assert_untouched(cache, operands.cache, want.rows > 0)
+
+
+@pytest.mark.parametrize(
+    ("size", "allowed", "torn_allowed"),
+    [(1024, FEW, 1024), (SMALL // 2, 16, SMALL // 2), (SMALL, 32, 32)],
+)
+def test_share_of_query_bytes(size, allowed, torn_allowed):
+    """A byte in a thousand, a few in a small array; torn bytes count in a large one only."""
+    none, every = np.zeros(size, bool), np.ones(size, bool)
+    for torn, most in ((none, allowed), (every, torn_allowed)):
+        assert_query_share(np.arange(size) < most, torn, "")
+        if most < size:
+            with pytest.raises(AssertionError, match=f"{most + 1} > {most} bytes off"):
+                assert_query_share(np.arange(size) <= most, torn, "")

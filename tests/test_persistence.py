@@ -11,8 +11,8 @@ import jax_dsa_front as dsa
 import small
 from compare import assert_equal
 from processes import run_python
+from programs import TARGET
 
-TARGET = "jax_dsa_front.index_front.v1"
 COMMON = """
 import pathlib
 import jax, jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""One equation, one custom call: tracing, transforms, lowerings and the choice between them."""
+"""One equation, one custom call: tracing, transforms, and what the lowerings make of it."""
 
 import re
 
@@ -11,28 +11,15 @@ from jax import lax
 import cases
 import jax_dsa_front as dsa
 import small
-from compare import assert_same_front
-from jax_dsa_front import _runtime, _variants
-from programs import lowered_for_cuda
+from cases import KIMI
+from jax_dsa_front import _variants
+from programs import TARGET, cuda_text, custom_calls, lowered_for_cuda
 from small import BF16, F32, I32, U8, shape
 
-TARGET = "jax_dsa_front.index_front.v1"
 ATTRIBUTES = {
     "key_offset", "weight_offset", "eps", "key_eps", "cache_format", "weight_scale", "num_heads",
     "head_start", "layer", "traced",
 }  # fmt: skip
-KIMI = dict(k=1536, heads=32, batch=8)
-
-
-def custom_calls(text):
-    """The operation lines of our custom call in StableHLO text."""
-    return [line for line in text.splitlines() if f"stablehlo.custom_call @{TARGET}(" in line]
-
-
-def cuda_text(case, implementation=None):
-    """StableHLO of a case lowered for CUDA with the cache donated."""
-    arrays = cases.arrays(case, cases.make(case))
-    return lowered_for_cuda(cases.function(case, implementation), *arrays, donate=0)
 
 
 @pytest.mark.parametrize("case", cases.GRID[::4], ids=str)
@@ -165,106 +152,6 @@ def test_cuda_scan_over_layers_passes_the_stacks_whole():
     assert not [t for t in sliced if t.startswith(("3x1024", "3x8x64"))], sliced
 
 
-def test_every_platform_but_cuda_takes_the_jnp_form():
-    case = cases.Case("rocm", **KIMI)
-    traced = jax.jit(cases.function(case)).trace(*cases.arrays(case, cases.make(case)))
-    for platform in ("cpu", "rocm", "tpu"):
-        assert not custom_calls(traced.lower(lowering_platforms=(platform,)).as_text())
-    both = traced.lower(lowering_platforms=("cpu", "cuda")).as_text()
-    assert len(custom_calls(both)) == 1 and "stablehlo.case" in both
-
-
-@pytest.mark.parametrize("platform", ["cpu", "rocm"])
-def test_cuda_command_elsewhere_says_what_is_missing(platform):
-    case = cases.Case("command", **KIMI)
-    traced = jax.jit(cases.function(case, "cuda")).trace(*cases.arrays(case, cases.make(case)))
-    with pytest.raises(NotImplementedError, match=r'^implementation="cuda" cannot run .+'):
-        traced.lower(lowering_platforms=(platform,))
-
-
-def test_cuda_command_run_here_says_what_is_missing():
-    """The sentence names this machine's first lack, whichever that is."""
-    case = cases.Case("command", **KIMI)
-    with pytest.raises(NotImplementedError, match=re.escape(_runtime.missing() or "CUDA")):
-        cases.run(case, implementation="cuda")
-
-
-def kernel_in(case, implementation=None):
-    return len(custom_calls(cuda_text(case, implementation))) == 1
-
-
-def explain(case, implementation=None):
-    operands = cases.make(case)
-    return dsa.explain(*operands.args, **operands.static, implementation=implementation)
-
-
-@pytest.mark.parametrize(
-    ("changes", "names"),
-    [(dict(k=256), "256"), (dict(k=1408), "1408"), (dict(gap=1), "multiple of 8")],
-)
-def test_shapes_without_a_kernel(changes, names):
-    """Cross-lowered, with no local GPU: None takes the jnp form, "cuda" says what does not fit."""
-    case = cases.Case("misfit", **KIMI | changes)
-    assert not kernel_in(case)
-    with pytest.raises(NotImplementedError, match=names):
-        kernel_in(case, "cuda")
-
-
-def test_commands_are_obeyed_in_cross_lowering():
-    case = cases.Case("fit", **KIMI)
-    assert kernel_in(case) and kernel_in(case, "cuda") and not kernel_in(case, "jnp")
-    large = cases.Case("large", **KIMI | dict(batch=4096), slots="none")
-    assert kernel_in(large, "cuda")
-
-
-def pretend(monkeypatch, *architectures, faster=False):
-    """As if these CUDA devices were here, and nothing were missing to run on them."""
-    monkeypatch.setattr(_runtime, "local_cuda_architectures", lambda: architectures)
-    monkeypatch.setattr(_runtime, "missing", lambda: None)
-    monkeypatch.setattr(_variants, "jnp_is_faster", lambda *_: faster)
-
-
-@pytest.mark.parametrize("architectures", [("sm_80",), ("sm_90a", "sm_80"), ("sm_120a", "sm_90a")])
-def test_unsupported_gpu(monkeypatch, architectures):
-    """One local device without a kernel is enough: the lowering does not know which will run it."""
-    pretend(monkeypatch, *architectures)
-    case = cases.Case("unsupported", **KIMI)
-    other = next(a for a in architectures if a != "sm_90a")
-    assert not kernel_in(case)
-    with pytest.raises(NotImplementedError, match=other):
-        kernel_in(case, "cuda")
-    explanation = explain(case)
-    assert explanation.implementation == "jnp" and other in explanation.reason
-    assert other in str(explanation)
-    with pytest.raises(NotImplementedError, match=other):
-        explain(case, "cuda")
-
-
-def test_supported_gpu(monkeypatch):
-    case = cases.Case("supported", **KIMI)
-    pretend(monkeypatch, "sm_90a", "sm_90a")
-    assert kernel_in(case) and explain(case).implementation == "cuda"
-    assert explain(case, "jnp").implementation == "jnp"
-    monkeypatch.setattr(_runtime, "missing", lambda: "cuda-python is missing")
-    assert not kernel_in(case) and "cuda-python is missing" in explain(case).reason
-    with pytest.raises(NotImplementedError, match="cuda-python is missing"):
-        kernel_in(case, "cuda")
-
-
-def test_where_the_jnp_form_is_faster(monkeypatch):
-    """None takes the faster one; "cuda" is a command."""
-    case = cases.Case("crossover", **KIMI)
-    pretend(monkeypatch, "sm_90a", faster=True)
-    assert not kernel_in(case) and kernel_in(case, "cuda")
-    assert "faster" in explain(case).reason and explain(case, "cuda").implementation == "cuda"
-
-
-def test_empty_batch_launches_nothing():
-    case = cases.Case("empty", **KIMI | dict(batch=0))
-    assert not kernel_in(case) and not kernel_in(case, "cuda")
-    assert_same_front(cases.run(case), cases.run(case, implementation="jnp"))
-
-
 def test_program_names_no_variant():
     """Old programs must run on new kernels."""
     text = cuda_text(cases.Case("names", **KIMI))
@@ -279,27 +166,3 @@ def test_operands_on_explicit_mesh_axes_are_refused():
     sharded = jax.device_put(projected, jax.sharding.NamedSharding(mesh, jax.P("x")))
     with pytest.raises(NotImplementedError, match=r"bfloat16\[4@x,.*jax\.shard_map"):
         jax.eval_shape(small.step, sharded, weights, cache, jnp.arange(small.BATCH))
-
-
-def test_more_heads_than_a_grid_has_fall_back(monkeypatch):
-    monkeypatch.setattr(_runtime, "local_cuda_architectures", lambda: ("sm_90a",))
-    monkeypatch.setattr(_runtime, "missing", lambda: None)
-    heads, k = 65536, 1280
-    arguments = dict(
-        projected=small.shape(2, k + 128 + heads),
-        q_norm=small.shape(k),
-        wq_b=small.shape(heads * 128, k),
-        key_norm_weight=small.shape(128, dtype=small.F32),
-        key_norm_bias=small.shape(128, dtype=small.F32),
-        cache=small.shape(2, 64, 132, dtype=small.U8),
-        slots=small.shape(2, dtype=small.I32),
-        key_offset=k,
-        weight_offset=k + 128,
-        eps=1e-6,
-        key_eps=1e-6,
-    )
-    assert "65535 heads, got 65536" in str(dsa.explain(**arguments))
-    with pytest.raises(NotImplementedError, match="65535 heads, got 65536"):
-        dsa.explain(**arguments, implementation="cuda")
-    arguments["projected"] = small.shape(2, k + 128 + heads + 1)
-    assert "multiple of 8, got 66945" in str(dsa.explain(**arguments))

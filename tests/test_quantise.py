@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 
 import cases
-import jax_dsa_front as dsa
+import exact_calls
 import oracle
+from cases import BF16
 from compare import as_bytes, assert_equal
+from exact_calls import FINITE, groups_of_every_maximum, groups_with_maximum
 from jax_dsa_front import _reference
 
-EVERY = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
-FINITE = EVERY[np.isfinite(EVERY)]
 NORMAL = FINITE[(np.abs(FINITE) >= 2.0**-126) | (FINITE.view(np.uint32) == 0)]
-POSITIVE = FINITE[FINITE > 0]
 IMPLEMENTATIONS = ["jnp", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -58,14 +57,6 @@ def test_oracle_rounds_ties_to_even_and_keeps_the_sign_of_zero():
     assert oracle.e4m3(np.array([-0.0, 0.0, np.nan, 1e9])).tolist() == [0x80, 0, 0x7F, 0x7E]
 
 
-def groups_with_maximum(largest, values):
-    """f32 [n, 128] over all `values` up to `largest`, which itself leads each group of 32."""
-    values = values[np.abs(values) <= largest]
-    rows = -(-len(values) // 124) * 4
-    body = np.resize(values, (rows, 31))
-    return np.concatenate([np.full((rows, 1), largest), body], axis=1).reshape(-1, 128)
-
-
 def assert_quantisers_match(values):
     """The jnp quantisers on f32 [n, 128] against the oracle's."""
     codes, scale = jax.jit(_reference.quantize_fp8, static_argnums=1)(values, 1e-4)
@@ -88,39 +79,7 @@ def test_every_value_under_a_maximum(exponent, mantissa):
 
 def test_every_maximum():
     """Every positive bfloat16 as the largest magnitude of a group; the rest random below it."""
-    rng = np.random.default_rng(0)
-    below = rng.uniform(-1, 1, (len(POSITIVE), 128)).astype(np.float32)
-    values = (POSITIVE[:, None] * below).astype(ml_dtypes.bfloat16).astype(np.float32)
-    values[:, 5::32] = -POSITIVE[:, None]
-    assert_quantisers_match(values)
-
-
-def query_of(values, fmt, implementation, k=1280):
-    """`index_front(...)` whose projection is exactly `values` ([H*128]); one row, no key.
-
-    All of q_a is one, so its RMS is one and y equals gamma; gamma picks the first column.
-    """
-    wq_b = np.zeros((len(values), k), np.float32)
-    wq_b[:, 0] = values
-    heads = len(values) // 128
-    columns = k + max(128, heads)
-    return dsa.index_front(
-        jnp.ones((1, columns + -columns % 8), jnp.bfloat16),
-        jnp.zeros(k, jnp.bfloat16).at[0].set(1),
-        jnp.asarray(wq_b.astype(ml_dtypes.bfloat16)),
-        jnp.ones(128),
-        jnp.zeros(128),
-        dsa.empty_cache(1, 64, cache_format=fmt),
-        jnp.full(1, -1),
-        key_offset=k,
-        weight_offset=k,
-        eps=1e-30,
-        key_eps=1e-6,
-        cache_format=fmt,
-        weights_dtype=jnp.float32,
-        weight_scale=1.0,
-        implementation=implementation,
-    )
+    assert_quantisers_match(groups_of_every_maximum())
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -133,7 +92,7 @@ def test_every_value_through_the_query(order, fmt, implementation):
         values = np.random.default_rng(1).permutation(NORMAL[np.abs(NORMAL) < 1e20])
     values = values[: len(values) // 8192 * 8192]  # whole blocks of 64 heads
     for block in values.reshape(-1, 64 * 128):
-        front = query_of(block, fmt, implementation)
+        front = exact_calls.query(jnp.asarray(block.astype(BF16)), fmt, implementation)
         heads = block.reshape(1, 64, 128).astype(np.float64)
         if fmt == "mxfp4":
             codes, exponents = oracle.quantise_mxfp4(heads)
@@ -147,43 +106,12 @@ def test_every_value_through_the_query(order, fmt, implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("fmt", cases.FORMATS)
 def test_every_value_through_the_key(fmt, implementation):
-    """With a zero norm weight the key equals the bias: one layer of biases per 128 values."""
-    k, count = 1280, len(NORMAL) // 128
+    count = len(NORMAL) // 128
     order = np.argsort(np.abs(NORMAL), kind="stable")[: count * 128]
-    rows = NORMAL[order].reshape(count, 128)
-    cache = dsa.empty_cache(count, 1, cache_format=fmt)
-    row = jnp.ones((1, k + 128), jnp.bfloat16)
-    wq_b, gamma = jnp.zeros((128, k), jnp.bfloat16), jnp.ones(k, jnp.bfloat16)
-    biases = jnp.asarray(rows)
-
-    def insert(cache, layer):
-        front = dsa.index_front(
-            row,
-            gamma,
-            wq_b,
-            jnp.zeros(128),
-            biases,
-            cache,
-            layer[None],
-            layer,
-            key_offset=k,
-            weight_offset=k,
-            eps=1e-6,
-            key_eps=1e-6,
-            cache_format=fmt,
-            implementation=implementation,
-        )
-        return front.cache, None
-
-    cache = jax.jit(lambda c: jax.lax.scan(insert, c, jnp.arange(count))[0])(cache)
-    one, zero = np.ones(128), np.zeros(128)
-    values, scales = zip(
-        *(
-            oracle.key_bytes(zero[None], one, bias[None].astype(np.float64), 1e-6, fmt)
-            for bias in rows
-        ),
-        strict=True,
-    )
+    keys = NORMAL[order].reshape(count, 128)
+    cache = jax.jit(lambda keys: exact_calls.insert_keys(keys, fmt, implementation))(keys)
+    zero = np.zeros(128)
+    values, scales = oracle.key_bytes(zero[None], -zero, keys.astype(np.float64), 1e-6, fmt)
     got_values, got_scales = oracle.split_page(np.asarray(cache))
-    assert_equal(got_scales[:, 0], np.concatenate(scales), "scales")
-    assert_equal(got_values[:, 0], np.concatenate(values), "values")
+    assert_equal(got_scales[:, 0], scales, "scales")
+    assert_equal(got_values[:, 0], values, "values")

@@ -1,0 +1,251 @@
+"""Which implementation runs: the platform, the shapes, and the GPUs of this machine decide.
+
+Most machines are simulated, by what JAX would say about their devices. The tests marked `gpu` are
+of processes whose GPUs are hidden from JAX, and of a second GPU that looks like an older one.
+"""
+
+import functools
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import cases
+import jax_dsa_front as dsa
+import small
+from cases import KIMI
+from compare import assert_same_front
+from jax_dsa_front import _runtime, _variants
+from processes import run_python
+from programs import cuda_text, custom_calls, lowered_for_cuda
+
+
+def test_every_platform_but_cuda_takes_the_jnp_form():
+    case = cases.Case("rocm", **KIMI)
+    traced = jax.jit(cases.function(case)).trace(*cases.arrays(case, cases.make(case)))
+    for platform in ("cpu", "rocm", "tpu"):
+        assert not custom_calls(traced.lower(lowering_platforms=(platform,)).as_text())
+    both = traced.lower(lowering_platforms=("cpu", "cuda")).as_text()
+    assert len(custom_calls(both)) == 1 and "stablehlo.case" in both
+
+
+@pytest.mark.parametrize("platform", ["cpu", "rocm"])
+def test_cuda_command_elsewhere_says_what_is_missing(platform):
+    case = cases.Case("command", **KIMI)
+    traced = jax.jit(cases.function(case, "cuda")).trace(*cases.arrays(case, cases.make(case)))
+    with pytest.raises(NotImplementedError, match=r'^implementation="cuda" cannot run .+'):
+        traced.lower(lowering_platforms=(platform,))
+
+
+def test_cuda_command_run_here_says_what_is_missing():
+    """The sentence names this machine's first lack, whichever that is."""
+    case = cases.Case("command", **KIMI)
+    with pytest.raises(NotImplementedError, match=re.escape(_runtime.missing() or "CUDA")):
+        cases.run(case, implementation="cuda")
+
+
+def kernel_in(case, implementation=None):
+    return len(custom_calls(cuda_text(case, implementation))) == 1
+
+
+def explain(case, implementation=None):
+    operands = cases.make(case)
+    return dsa.explain(*operands.args, **operands.static, implementation=implementation)
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [(dict(k=256), "256"), (dict(k=1408), "1408"), (dict(gap=1), "multiple of 8")],
+)
+def test_shapes_without_a_kernel(changes, names):
+    """Cross-lowered, with no local GPU: None takes the jnp form, "cuda" says what does not fit."""
+    case = cases.Case("misfit", **KIMI | changes)
+    assert not kernel_in(case)
+    with pytest.raises(NotImplementedError, match=names):
+        kernel_in(case, "cuda")
+
+
+def test_commands_are_obeyed_in_cross_lowering():
+    case = cases.Case("fit", **KIMI)
+    assert kernel_in(case) and kernel_in(case, "cuda") and not kernel_in(case, "jnp")
+    large = cases.Case("large", **KIMI | dict(batch=4096), slots="none")
+    assert kernel_in(large, "cuda")
+
+
+def pretend(monkeypatch, *architectures, faster=False):
+    """As if these CUDA devices were here, and nothing were missing to run on them."""
+    monkeypatch.setattr(_runtime, "local_cuda_architectures", lambda: architectures)
+    monkeypatch.setattr(_runtime, "missing", lambda: None)
+    monkeypatch.setattr(_variants, "jnp_is_faster", lambda *_: faster)
+
+
+@pytest.mark.parametrize("architectures", [("sm_80",), ("sm_90a", "sm_80"), ("sm_120a", "sm_90a")])
+def test_unsupported_gpu(monkeypatch, architectures):
+    """One local device without a kernel is enough: the lowering does not know which will run it."""
+    pretend(monkeypatch, *architectures)
+    case = cases.Case("unsupported", **KIMI)
+    other = next(a for a in architectures if a != "sm_90a")
+    assert not kernel_in(case)
+    with pytest.raises(NotImplementedError, match=other):
+        kernel_in(case, "cuda")
+    explanation = explain(case)
+    assert explanation.implementation == "jnp" and other in explanation.reason
+    assert other in str(explanation)
+    with pytest.raises(NotImplementedError, match=other):
+        explain(case, "cuda")
+
+
+NO_SM_80 = "no kernel is shipped for sm_80a, only for sm_90a, sm_100a, sm_103a"
+
+
+def test_device_without_a_kernel_beside_one_with(monkeypatch):
+    """Every call of a program takes the jnp form; "cuda" refuses with the sentence of `explain`."""
+    devices = [types.SimpleNamespace(compute_capability=c) for c in ("9.0", "8.0")]
+    look = functools.cache(_runtime.local_cuda_architectures.__wrapped__)
+    monkeypatch.setattr(jax, "local_devices", lambda backend: devices)
+    pretend(monkeypatch)
+    monkeypatch.setattr(_runtime, "local_cuda_architectures", look)
+    assert look() == ("sm_90a", "sm_80a")
+    case = cases.Case("mixed", **KIMI)
+    assert str(explain(case)) == f"jnp: {NO_SM_80}"
+    for implementation in ("jnp", None):
+        assert not custom_calls(cuda_text(case, implementation))
+    operands = small.operands(k=1536, stacked=True, pages=2)
+    for program in sorted(small.STACKED, key=str):
+        assert not custom_calls(lowered_for_cuda(lambda *a, f=program: f(*a, "fp8"), *operands))
+    for ask in (explain, cuda_text):
+        with pytest.raises(NotImplementedError) as refusal:
+            ask(case, "cuda")
+        assert str(refusal.value) == f'implementation="cuda" cannot run: {NO_SM_80}'
+    devices.pop()
+    look.cache_clear()
+    assert kernel_in(case) and explain(case, "cuda").implementation == "cuda"
+
+
+def test_supported_gpu(monkeypatch):
+    case = cases.Case("supported", **KIMI)
+    pretend(monkeypatch, "sm_90a", "sm_90a")
+    assert kernel_in(case) and explain(case).implementation == "cuda"
+    assert explain(case, "jnp").implementation == "jnp"
+    monkeypatch.setattr(_runtime, "missing", lambda: "cuda-python is missing")
+    assert not kernel_in(case) and "cuda-python is missing" in explain(case).reason
+    with pytest.raises(NotImplementedError, match="cuda-python is missing"):
+        kernel_in(case, "cuda")
+
+
+def test_where_the_jnp_form_is_faster(monkeypatch):
+    """None takes the faster one; "cuda" is a command."""
+    case = cases.Case("crossover", **KIMI)
+    pretend(monkeypatch, "sm_90a", faster=True)
+    assert not kernel_in(case) and kernel_in(case, "cuda")
+    assert "faster" in explain(case).reason and explain(case, "cuda").implementation == "cuda"
+
+
+def test_empty_batch_launches_nothing():
+    case = cases.Case("empty", **KIMI | dict(batch=0))
+    assert not kernel_in(case) and not kernel_in(case, "cuda")
+    assert_same_front(cases.run(case), cases.run(case, implementation="jnp"))
+
+
+def test_more_heads_than_a_grid_has_fall_back(monkeypatch):
+    monkeypatch.setattr(_runtime, "local_cuda_architectures", lambda: ("sm_90a",))
+    monkeypatch.setattr(_runtime, "missing", lambda: None)
+    heads, k = 65536, 1280
+    arguments = dict(
+        projected=small.shape(2, k + 128 + heads),
+        q_norm=small.shape(k),
+        wq_b=small.shape(heads * 128, k),
+        key_norm_weight=small.shape(128, dtype=small.F32),
+        key_norm_bias=small.shape(128, dtype=small.F32),
+        cache=small.shape(2, 64, 132, dtype=small.U8),
+        slots=small.shape(2, dtype=small.I32),
+        key_offset=k,
+        weight_offset=k + 128,
+        eps=1e-6,
+        key_eps=1e-6,
+    )
+    assert "65535 heads, got 65536" in str(dsa.explain(**arguments))
+    with pytest.raises(NotImplementedError, match="65535 heads, got 65536"):
+        dsa.explain(**arguments, implementation="cuda")
+    arguments["projected"] = small.shape(2, k + 128 + heads + 1)
+    assert "multiple of 8, got 66945" in str(dsa.explain(**arguments))
+
+
+CPU_ONLY = """
+import pathlib, sys
+import jax, jax.numpy as jnp
+def driver():
+    return "libcuda.so" in pathlib.Path("/proc/self/maps").read_text()
+jax.block_until_ready(jnp.ones(3) + 1)
+before = driver()  # of JAX's own
+import jax_dsa_front as dsa, small
+args = *small.operands(k=1536, pages=4), jnp.arange(small.BATCH)
+print(small.digest(jax.jit(small.step)(*args)))
+print(driver() == before and "cuda.bindings" not in sys.modules)
+projected, weights, cache, slots = args
+static = dict(key_offset=1536, weight_offset=1664, eps=1e-6, key_eps=1e-6)
+print(dsa.explain(projected, *weights, cache, slots, **static))
+try:
+    small.step(*args, implementation="cuda")
+except NotImplementedError as error:
+    print(error)
+"""
+
+
+@pytest.mark.gpu
+def test_jax_platforms_cpu_on_a_machine_with_gpus(tmp_path):
+    """The bytes of the CPU, without the driver; asked, it says that JAX has no CUDA device."""
+    output = run_python(CPU_ONLY, cwd=tmp_path, JAX_PLATFORMS="cpu")
+    digest, alone, explanation, refusal = output.strip().split("\n")
+    with jax.default_device(jax.devices("cpu")[0]):
+        args = *small.operands(k=1536, pages=4), jnp.arange(small.BATCH)
+        assert digest == small.digest(jax.jit(small.step)(*args))
+    assert alone == "True", "the package has loaded the driver"
+    reason = "JAX sees no CUDA device in this process"
+    assert explanation == f"jnp: on cpu it is the only one ({reason})"
+    assert refusal.startswith(f'implementation="cuda" cannot run on cpu: {reason}; ')
+
+
+OLD_SECOND_GPU = """
+import functools
+import jax, jax.numpy as jnp
+import small
+from jax_dsa_front import _runtime, _variants
+devices = jax.devices("cuda")[:2]
+args = *small.operands(k=1536, pages=4), jnp.arange(small.BATCH)
+def program(implementation):  # a new one each time: JAX remembers what it has lowered
+    return jax.jit(functools.partial(small.step, implementation=implementation))
+def outcome(device, implementation=None):
+    try:
+        return small.digest(program(implementation)(*jax.device_put(args, devices[device])))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+real, publish = _variants.architecture, _runtime._publish
+def publish_with_an_old_one(device, k):
+    _variants.architecture = (lambda _: "sm_80a") if device == 1 else real
+    publish(device, k)
+kernels = _runtime.local_cuda_architectures()  # what a program is lowered for
+_runtime._publish = publish_with_an_old_one
+print(outcome(1, "cuda"))
+print(outcome(0, "cuda"))
+_runtime.local_cuda_architectures = lambda: (kernels[0], "sm_80a")
+print(outcome(0, "cuda"))
+text = program(None).lower(*args).as_text()
+print("jax_dsa_front.index_front" in text, len(outcome(0)), len(outcome(1)))
+"""
+
+
+@pytest.mark.gpu
+def test_second_gpu_without_a_kernel(tmp_path):
+    """A program lowered elsewhere fails on it alone; one that is lowered here avoids the kernel."""
+    if len(jax.devices("cuda")) < 2:
+        pytest.skip("one CUDA device")
+    output = run_python(OLD_SECOND_GPU, cwd=tmp_path, XLA_PYTHON_CLIENT_PREALLOCATE="false")
+    elsewhere, first, refusal, jnp_form = output.strip().split("\n")
+    assert f"CUDA device 1 cannot run this program: {NO_SM_80}" in elsewhere
+    args = *small.operands(k=1536, pages=4), jnp.arange(small.BATCH)
+    assert first == small.digest(small.step(*args, implementation="cuda"))
+    assert refusal == f'NotImplementedError: implementation="cuda" cannot run: {NO_SM_80}'
+    assert jnp_form == "False 64 64", "it computes on both, without the kernel"
