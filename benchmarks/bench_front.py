@@ -4,19 +4,25 @@ machine.
 Needs the installed package with the extra for its CUDA version, and matplotlib for the plot.
 Prints a table per section and writes front.json and front.png.
 
-kernel    bare kernel against the load floor of the same run, beside XLA's jnp form; the
+kernel    bare kernel against the load floor of the same run, beside the jnp form under XLA; the
           protocol is in bare.py
 formats   the bare kernel for the three cache formats
 scan      time per layer of a jitted 24-layer scan over stacked weights and cache, kernel
           against jnp
 dispatch  host time per enqueued call
+
+Inside jit there are two times. *Wall* is what a clock shows while calls are pipelined; a slow host
+dominates it. *Device* is the sum of the durations of all kernels, by jax.profiler, without the gaps
+between them: a lower bound of what the same program takes on any host.
 """
 
 import argparse
 import json
 import statistics
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -32,13 +38,15 @@ import jax_dsa_front as dsa
 HEADS, K = 32, 1536
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 1024, 4096)
 SCAN_BATCHES = (1, 8, 16, 32, 64, 128)
-LAYERS = 24
+LAYERS, UNROLLS = 24, (1, 8)
+IMPLEMENTATIONS = ("cuda", "jnp")
 OFFSETS = {"key_offset": K, "weight_offset": K + 128, "eps": 1e-6, "key_eps": 1e-6}
 
 
 def wall_us(step, state, inner, repeats=15, calls=20):
     """Median microseconds of one of `inner` parts of step(state) -> state, pipelined `calls`
     deep."""
+    state = jax.tree.map(jnp.copy, state)  # it is donated
     for _ in range(3):
         state = jax.block_until_ready(step(state))
     samples = []
@@ -60,65 +68,72 @@ def operands(batch, seed=0):
     return projected, q_norm, pages, slots
 
 
-def chain_us(weights, batch, implementation):
-    """Time per layer of an unrolled, jitted chain of 16 layers with an array each; the next depends
-    on the last."""
+def device_us(step, state, inner, calls=4):
+    """Microseconds that kernels and copies take per part, by the profiler."""
+    state = jax.block_until_ready(step(jax.tree.map(jnp.copy, state)))  # it is donated
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(calls):
+                state = step(state)
+            jax.block_until_ready(state)
+        (trace,) = Path(folder).rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(trace)).planes
+        lines = [line for plane in planes if "GPU:0" in plane.name for line in plane.lines]
+        events = [e for line in lines if line.name.startswith("Stream") for e in line.events]
+    return sum(event.duration_ns for event in events) / 1e3 / (calls * inner)
+
+
+def compile_all(programs):
+    """{name: (step, state)} of {name: (jitted, arguments, state)}, compiled side by side.
+
+    The jitted function takes the arguments, then the state, and returns the next state first."""
+
+    def compiled(program):
+        function, arguments, state = program
+        executable = function.lower(*arguments, *state).compile()
+        return lambda state: executable(*arguments, *state)[: len(state)], state
+
+    with ThreadPoolExecutor(8) as pool:
+        return dict(zip(programs, pool.map(compiled, programs.values()), strict=True))
+
+
+def chain(weights, batch, implementation):
+    """An unrolled chain of as many layers as there are matrices; the next depends on the last."""
     projected, q_norm, pages, slots = operands(batch)
     ones, zeros = jnp.ones(128), jnp.zeros(128)
+    call = partial(dsa.index_front, implementation=implementation, **OFFSETS)
 
-    @partial(jax.jit, donate_argnums=1)
-    def chain(projected, cache):
-        checks = []
+    @partial(jax.jit, donate_argnums=2)
+    def run(weights, projected, cache):
+        queries = []
         for matrix in weights:
-            front = dsa.index_front(
-                projected,
-                q_norm,
-                matrix,
-                ones,
-                zeros,
-                cache,
-                slots,
-                implementation=implementation,
-                **OFFSETS,
-            )
+            front = call(projected, q_norm, matrix, ones, zeros, cache, slots)
             cache = front.cache
             projected = projected + front.weights[:, :1] * jnp.bfloat16(0)
-            checks.append(front.query)
-        return projected, cache, checks
+            queries.append(front.query)
+        return projected, cache, queries
 
-    state = projected, dsa.empty_cache(pages, cache_format="fp8")
-    return wall_us(lambda s: chain(*s)[:2], state, len(weights))
+    return run, (weights,), (projected, dsa.empty_cache(pages, cache_format="fp8"))
 
 
-def scan_us(stack, batch, implementation):
-    """Time per layer of a jitted scan over stacked weights and one stacked, donated cache."""
+def scan(stack, batch, implementation, unroll):
+    """A scan over stacked weights and one stacked, donated cache."""
     projected, q_norm, pages, slots = operands(batch)
     ones, zeros = jnp.ones(128), jnp.zeros(128)
+    call = partial(dsa.index_front, implementation=implementation, **OFFSETS)
 
-    @partial(jax.jit, donate_argnums=1)
-    def step(projected, cache):
+    @partial(jax.jit, donate_argnums=2)
+    def run(stack, projected, cache):
         def body(carry, layer):
             projected, cache = carry
-            front = dsa.index_front(
-                projected,
-                q_norm,
-                stack,
-                ones,
-                zeros,
-                cache,
-                slots,
-                layer,
-                implementation=implementation,
-                **OFFSETS,
-            )
+            front = call(projected, q_norm, stack, ones, zeros, cache, slots, layer)
             projected = projected + front.weights[:, :1] * jnp.bfloat16(0)
             return (projected, front.cache), front.query
 
-        carry, queries = jax.lax.scan(body, (projected, cache), jnp.arange(stack.shape[0]))
+        carry, queries = jax.lax.scan(body, (projected, cache), jnp.arange(LAYERS), unroll=unroll)
         return *carry, queries
 
-    state = projected, dsa.empty_cache(pages, cache_format="fp8", layers=stack.shape[0])
-    return wall_us(lambda s: step(*s)[:2], state, stack.shape[0])
+    return run, (stack,), (projected, dsa.empty_cache(pages, cache_format="fp8", layers=LAYERS))
 
 
 def dispatch_us(weights, batch, implementation, calls=1000):
@@ -152,43 +167,40 @@ def dispatch_us(weights, batch, implementation, calls=1000):
     return statistics.median(samples)
 
 
-def bench_kernel(graphs, weights, batches, with_jnp=True):
-    fronts = {batch: bare.Front(graphs, weights, batch) for batch in batches}
+def bench_kernel(graphs, weights):
+    fronts = {batch: bare.Front(graphs, weights, batch) for batch in BATCHES}
     captured = {"floor": graphs.capture(graphs.floor(weights))}
     captured |= {batch: graphs.capture(front.launch) for batch, front in fronts.items()}
     times = graphs.time(captured)
     floor = times.pop("floor")
-    print(f"\nbare kernel, us per launch (floor of this run {floor:.2f})")
-    print(
-        f"{'B':>5} {'kernel':>8} {'/ floor':>8}"
-        + (f" {'XLA jnp':>8} {'/ floor':>8}" if with_jnp else "")
-    )
+    chains = compile_all({batch: chain(weights, batch, "jnp") for batch in BATCHES})
+    print(f"\nbare kernel and jnp form, us per call (floor of this run {floor:.2f})")
+    print(f"{'B':>5} {'kernel':>8} {'/ floor':>8} {'jnp device':>11} {'/ kernel':>9} {'wall':>7}")
     rows = []
     for batch, us in times.items():
-        row = {"batch": batch, "kernel_us": us, "ratio": us / floor}
-        line = f"{batch:5d} {us:8.2f} {us / floor:8.3f}"
-        if with_jnp:
-            row["jnp_us"] = chain_us(weights, batch, "jnp")
-            line += f" {row['jnp_us']:8.2f} {row['jnp_us'] / floor:8.3f}"
-        print(line, flush=True)
-        rows.append(row)
+        device, wall = (f(*chains[batch], len(weights)) for f in (device_us, wall_us))
+        print(
+            f"{batch:5d} {us:8.2f} {us / floor:8.3f} {device:11.2f} {device / us:9.2f} {wall:7.1f}",
+            flush=True,
+        )
+        rows.append({"batch": batch, "kernel_us": us, "jnp_device_us": device, "jnp_wall_us": wall})
     return {"floor_us": floor, "rows": rows}
 
 
 def bench_formats(graphs, weights):
-    batches = (1, 8, 16, 32, 64, 128)
-    names = tuple(bare.FORMAT_FLAGS)
     fronts = {
-        (f, b): bare.Front(graphs, weights, b, cache_format=f) for b in batches for f in names
+        (f, b): bare.Front(graphs, weights, b, cache_format=f)
+        for b in BATCHES
+        for f in bare.FORMAT_FLAGS
     }
     times = graphs.time({key: graphs.capture(front.launch) for key, front in fronts.items()})
     print("\nformats, us per launch (ratio to fp8)")
-    for batch in batches:
+    for batch in BATCHES:
         base = times["fp8", batch]
-        print(
-            f"{batch:5d} "
-            + " ".join(f"{f} {times[f, batch]:6.2f} ({times[f, batch] / base:.3f})" for f in names)
-        )
+        cells = [
+            f"{f} {times[f, batch]:7.2f} ({times[f, batch] / base:.3f})" for f in bare.FORMAT_FLAGS
+        ]
+        print(f"{batch:5d} " + " ".join(cells))
     return [{"format": f, "batch": b, "us": us} for (f, b), us in times.items()]
 
 
@@ -197,13 +209,17 @@ def bench_scan():
         lambda key: jax.random.normal(key, (LAYERS, HEADS * 128, K), jnp.bfloat16) * K**-0.5
     )
     stack = make(jax.random.key(1))
+    columns = [(i, u) for u in UNROLLS for i in IMPLEMENTATIONS]
+    programs = compile_all({(b, *c): scan(stack, b, *c) for b in SCAN_BATCHES for c in columns})
     print(f"\nscan over {LAYERS} layers, default XLA flags, us per layer")
-    print(f"{'B':>5} {'kernel':>8} {'jnp':>8} {'ratio':>8}")
+    heads = [f"unroll {u} {i}" for i, u in columns] + [f"device {i}" for i in IMPLEMENTATIONS]
+    print(f"{'B':>5} " + " ".join(f"{head:>13}" for head in heads))
     rows = []
     for batch in SCAN_BATCHES:
-        kernel, jnp_form = scan_us(stack, batch, "cuda"), scan_us(stack, batch, "jnp")
-        rows.append({"batch": batch, "kernel_us": kernel, "jnp_us": jnp_form})
-        print(f"{batch:5d} {kernel:8.2f} {jnp_form:8.2f} {jnp_form / kernel:8.2f}", flush=True)
+        walls = [wall_us(*programs[batch, *column], LAYERS, 7) for column in columns]
+        inside = [device_us(*programs[batch, i, 1], LAYERS) for i in IMPLEMENTATIONS]
+        print(f"{batch:5d} " + " ".join(f"{us:13.2f}" for us in walls + inside), flush=True)
+        rows.append({"batch": batch} | dict(zip(heads, walls + inside, strict=True)))
     return rows
 
 
@@ -227,10 +243,10 @@ def plot(results, path):
     figure, axes = plt.subplots(figsize=(7, 4), dpi=150)
     axes.plot(
         batches,
-        [row["jnp_us"] for row in rows],
+        [row["jnp_device_us"] for row in rows],
         "o-",
         color="0.6",
-        label="XLA, jnp form (16-layer chain)",
+        label="XLA, jnp form (kernels alone)",
     )
     axes.plot(
         batches,
