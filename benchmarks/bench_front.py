@@ -39,7 +39,7 @@ HEADS, K = 32, 1536
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 1024, 4096)
 SCAN_BATCHES = (1, 8, 16, 32, 64, 128)
 LAYERS, UNROLLS = 24, (1, 8)
-IMPLEMENTATIONS = ("cuda", "jnp")
+FRONTS = {name: partial(dsa.index_front, implementation=name) for name in ("cuda", "jnp")}
 OFFSETS = {"key_offset": K, "weight_offset": K + 128, "eps": 1e-6, "key_eps": 1e-6}
 
 
@@ -97,17 +97,16 @@ def compile_all(programs):
         return dict(zip(programs, pool.map(compiled, programs.values()), strict=True))
 
 
-def chain(weights, batch, implementation):
+def chain(weights, batch, index_front):
     """An unrolled chain of as many layers as there are matrices; the next depends on the last."""
     projected, q_norm, pages, slots = operands(batch)
     ones, zeros = jnp.ones(128), jnp.zeros(128)
-    call = partial(dsa.index_front, implementation=implementation, **OFFSETS)
 
     @partial(jax.jit, donate_argnums=2)
     def run(weights, projected, cache):
         queries = []
         for matrix in weights:
-            front = call(projected, q_norm, matrix, ones, zeros, cache, slots)
+            front = index_front(projected, q_norm, matrix, ones, zeros, cache, slots, **OFFSETS)
             cache = front.cache
             projected = projected + front.weights[:, :1] * jnp.bfloat16(0)
             queries.append(front.query)
@@ -116,17 +115,18 @@ def chain(weights, batch, implementation):
     return run, (weights,), (projected, dsa.empty_cache(pages, cache_format="fp8"))
 
 
-def scan(stack, batch, implementation, unroll):
+def scan(stack, batch, index_front, unroll):
     """A scan over stacked weights and one stacked, donated cache."""
     projected, q_norm, pages, slots = operands(batch)
     ones, zeros = jnp.ones(128), jnp.zeros(128)
-    call = partial(dsa.index_front, implementation=implementation, **OFFSETS)
 
     @partial(jax.jit, donate_argnums=2)
     def run(stack, projected, cache):
         def body(carry, layer):
             projected, cache = carry
-            front = call(projected, q_norm, stack, ones, zeros, cache, slots, layer)
+            front = index_front(
+                projected, q_norm, stack, ones, zeros, cache, slots, layer, **OFFSETS
+            )
             projected = projected + front.weights[:, :1] * jnp.bfloat16(0)
             return (projected, front.cache), front.query
 
@@ -136,22 +136,14 @@ def scan(stack, batch, implementation, unroll):
     return run, (stack,), (projected, dsa.empty_cache(pages, cache_format="fp8", layers=LAYERS))
 
 
-def dispatch_us(weights, batch, implementation, calls=1000):
+def dispatch_us(weights, batch, index_front, calls=1000):
     """Host microseconds per call of a jitted index_front: the wall time of enqueueing many, before
     any is waited for."""
     projected, q_norm, pages, slots = operands(batch)
     ones, zeros = jnp.ones(128), jnp.zeros(128)
     call = jax.jit(
-        lambda cache: dsa.index_front(
-            projected,
-            q_norm,
-            weights[0],
-            ones,
-            zeros,
-            cache,
-            slots,
-            implementation=implementation,
-            **OFFSETS,
+        lambda cache: index_front(
+            projected, q_norm, weights[0], ones, zeros, cache, slots, **OFFSETS
         ),
         donate_argnums=0,
     )
@@ -173,7 +165,7 @@ def bench_kernel(graphs, weights):
     captured |= {batch: graphs.capture(front.launch) for batch, front in fronts.items()}
     times = graphs.time(captured)
     floor = times.pop("floor")
-    chains = compile_all({batch: chain(weights, batch, "jnp") for batch in BATCHES})
+    chains = compile_all({batch: chain(weights, batch, FRONTS["jnp"]) for batch in BATCHES})
     print(f"\nbare kernel and jnp form, us per call (floor of this run {floor:.2f})")
     print(f"{'B':>5} {'kernel':>8} {'/ floor':>8} {'jnp device':>11} {'/ kernel':>9} {'wall':>7}")
     rows = []
@@ -209,22 +201,25 @@ def bench_scan():
         lambda key: jax.random.normal(key, (LAYERS, HEADS * 128, K), jnp.bfloat16) * K**-0.5
     )
     stack = make(jax.random.key(1))
-    columns = [(i, u) for u in UNROLLS for i in IMPLEMENTATIONS]
-    programs = compile_all({(b, *c): scan(stack, b, *c) for b in SCAN_BATCHES for c in columns})
+    columns = [(name, unroll) for unroll in UNROLLS for name in FRONTS]
+    programs = compile_all(
+        {(b, *c): scan(stack, b, FRONTS[c[0]], c[1]) for b in SCAN_BATCHES for c in columns}
+    )
     print(f"\nscan over {LAYERS} layers, default XLA flags, us per layer")
-    heads = [f"unroll {u} {i}" for i, u in columns] + [f"device {i}" for i in IMPLEMENTATIONS]
+    heads = [f"unroll {unroll} {name}" for name, unroll in columns]
+    heads += [f"device {name}" for name in FRONTS]
     print(f"{'B':>5} " + " ".join(f"{head:>13}" for head in heads))
     rows = []
     for batch in SCAN_BATCHES:
         walls = [wall_us(*programs[batch, *column], LAYERS, 7) for column in columns]
-        inside = [device_us(*programs[batch, i, 1], LAYERS) for i in IMPLEMENTATIONS]
+        inside = [device_us(*programs[batch, name, 1], LAYERS) for name in FRONTS]
         print(f"{batch:5d} " + " ".join(f"{us:13.2f}" for us in walls + inside), flush=True)
         rows.append({"batch": batch} | dict(zip(heads, walls + inside, strict=True)))
     return rows
 
 
 def bench_dispatch(weights):
-    rows = {name: dispatch_us(weights, 8, name) for name in ("cuda", "jnp")}
+    rows = {name: dispatch_us(weights, 8, front) for name, front in FRONTS.items()}
     print(
         "\ndispatch at B = 8, host us per enqueued call: "
         + ", ".join(f"{k} {v:.1f}" for k, v in rows.items())

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from .._variants import VARIANTS, Variant, digest
 
+PROCESSES = 4  # at most; each takes 0.4 GB
+
 
 def build_kernel(variant: Variant):
     """The kernel object of a variant."""
@@ -80,7 +82,7 @@ def build(output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
     # Processes, because a compilation keeps one core busy and Python's lock with it; spawned ones,
     # because JAX, which the package imports, has threads.
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(PROCESSES, get_context("spawn")) as pool:
         entries = list(pool.map(compile_variant, VARIANTS, repeat(output)))
     manifest = {
         "cutlass_dsl": version("nvidia-cutlass-dsl"),
