@@ -123,7 +123,7 @@ def stage_first(way, folder):
     outputs = done(jax.block_until_ready(compiled(*arguments)))
     steps = zip(("import", "start CUDA", "lower", "compile", "run"), np.diff(times), strict=True)
     parts = {f"first call: {name}, s": float(step) for name, step in steps}
-    return {"first call, s": times[-1] - times[0], **parts, "digests": digest(outputs)}
+    return parts | {"first call, s": times[-1] - times[0], "digests": digest(outputs)}
 
 
 def stage_lower(way, folder):
@@ -192,18 +192,16 @@ def stage_export(way, folder):
     def traced(function, first):
         return jax.eval_shape(function, first, *rest) and "works"
 
-    def exported(name, function, platforms, batch=BATCH):
+    def exported(name, function, platforms):
         make = export.export(function, platforms=platforms, disabled_checks=checks)
-        return (folder / f"{way}.{name}").write_bytes(make(*shapes(batch)).serialize())
+        return (folder / f"{way}.{name}").write_bytes(make(*shapes()).serialize())
 
     vmap = jax.vmap(call, in_axes=(0, *[None] * 6))
     grad = jax.grad(lambda *operands: call(*operands)[1].sum())
-    (batch,) = export.symbolic_shape("batch")
     return {
         "vmap": attempt(traced, vmap, projected.update(shape=(2, *projected.shape))),
         "grad": attempt(traced, grad, projected),
         "export, bytes": attempt(exported, "program", call, ["cuda"]),
-        "export of any batch, bytes": attempt(exported, "any", call, ["cuda"], batch),
         "export for CPU and CUDA, bytes": attempt(exported, "both", anywhere, ["cpu", "cuda"]),
     }
 
@@ -228,17 +226,13 @@ def stage_graph(way, folder):
     """What XLA executes for a chain of 16 call sites: one command buffer, or loose calls?"""
     jax.block_until_ready(program(load_front(way, WAYS[way]), 16)(*inputs()))
     *_, dump = sorted(folder.glob(f"dump-{way}/*jit_step*thunk_sequence_after_thunk_passes*"))
-    kinds = re.findall(r"^\d+: k(\w+)", dump.read_text(), re.MULTILINE)
-    counts = collections.Counter(kinds).items()
-    return {"XLA executes": ", ".join(f"{count} {kind}" for kind, count in counts)}
+    kinds = collections.Counter(re.findall(r"^\d+: k(\w+)", dump.read_text(), re.MULTILINE))
+    return {"XLA executes": ", ".join(f"{count} {kind}" for kind, count in kinds.items())}
 
 
 def stage_cpu(way, folder):
     jax.block_until_ready(program(load_front(way, ANYWHERE[way]))(*inputs()))
     return {"on CPU": "works"}
-
-
-# The table ----------------------------------------------------------------------------------------
 
 
 def child(job, folder):
@@ -250,7 +244,7 @@ def child(job, folder):
     elif stage == "graph":
         dump = f"--xla_dump_to={folder}/dump-{way} --xla_dump_hlo_module_re=jit_step"
         environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {dump}"
-    command = [sys.executable, "-P", __file__, "--stage", stage, "--way", way, "--output", folder]
+    command = [sys.executable, "-P", __file__, "--job", *job, "--output", folder]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150)
         outcome = json.loads(done.stdout.strip().splitlines()[-1])
@@ -268,8 +262,7 @@ def measure(folder):
     with ThreadPoolExecutor(len(jobs)) as pool:
         outcomes = list(pool.map(functools.partial(child, folder=folder), jobs))
     timed = [(stage, way) for stage, times in TIMED.items() for _ in range(times) for way in WAYS]
-    outcomes += [child(job, folder) for job in timed]
-    results = {}
+    results, outcomes = {}, outcomes + [child(job, folder) for job in timed]
     for (_, way), outcome in zip(jobs + timed, outcomes, strict=True):
         for what, value in outcome.items():
             results.setdefault(what, {}).setdefault(way, []).append(value)
@@ -285,12 +278,12 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, default=Path("."))
-    parser.add_argument("--stage", help=argparse.SUPPRESS)
-    parser.add_argument("--way", help=argparse.SUPPRESS)
+    parser.add_argument("--job", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.stage:
-        outcome = attempt(globals()[f"stage_{arguments.stage}"], arguments.way, arguments.output)
-        print(json.dumps(outcome if isinstance(outcome, dict) else {arguments.stage: outcome}))
+    if arguments.job:
+        stage, way = arguments.job
+        outcome = attempt(globals()[f"stage_{stage}"], way, arguments.output)
+        print(json.dumps(outcome if isinstance(outcome, dict) else {stage: outcome}))
         return
     with tempfile.TemporaryDirectory() as folder:
         results = measure(Path(folder))
@@ -298,8 +291,8 @@ def main():
         for way, value in cells.items():
             print(f"{what:38} {way:7} {value if isinstance(value, str) else f'{value:.4g}'}")
     arguments.output.mkdir(parents=True, exist_ok=True)
-    results = {"jax": jax.__version__, "results": results}
-    (arguments.output / "side_by_side.json").write_text(json.dumps(results, indent=1) + "\n")
+    results = json.dumps({"jax": jax.__version__, "results": results}, indent=1)
+    (arguments.output / "side_by_side.json").write_text(results + "\n")
 
 
 if __name__ == "__main__":
