@@ -82,6 +82,8 @@ class SplitK:
                 "bars": (2 * self.ring * 8 + 16, 8),
             }
         )
+        assert self.shared.nbytes() <= SHARED_LIMIT
+        assert self.ring + 2 <= 32  # a lane per barrier that expects bytes
         self.pieces = -(-self.half_k // 256)  # of 16 bytes per lane and row
         self.deal_finished_rows()
 
@@ -176,9 +178,9 @@ class SplitK:
             policy = ptx.evict_first_policy()
             for chunk in cutlass.range_constexpr(EARLY_CHUNKS):
                 self.copy_chunk(atom, source, target, bars, policy, part, chunk)
-            # Here, where no other warp can be at its second arrival yet: a warp may lag one round
-            # behind, but compute-sanitizer hangs on it. The second round opens the way for the sums
-            # of the peer, and this warp has no part in it.
+            # The second round opens the way for the sums of the peer; this warp has no part in it.
+            # With both behind the last copy, where other warps are long in the second round,
+            # compute-sanitizer's memcheck hung at K = 2048.
             ptx.cluster_wait()
             ptx.cluster_arrive_relaxed()
             cute.arch.barrier(barrier_id=BARRIER_ROWS_LANDED, number_of_threads=THREADS)

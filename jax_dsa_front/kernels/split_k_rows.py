@@ -48,6 +48,8 @@ class SplitKRows(SplitK):
                 "bars": ((2 * self.ring + 1) * 8, 8),
             }
         )
+        assert self.shared.nbytes() <= SHARED_LIMIT
+        assert self.ring + 1 <= 32  # a lane per barrier that expects bytes
 
     @cute.jit
     def __call__(self, arguments: FrontArguments, stream):

@@ -76,9 +76,10 @@ class SplitN:
         # banks.
         self.copy_bytes = 4 * 2 * k
         self.pair_bytes = 2 * self.copy_bytes + 128
-        # The rows lie where the late copies and the sums go later. Odd rows are shifted by 64
-        # bytes: a quarter warp reads 64 bytes of each of two rows.
+        # The rows lie where the late copies go later, and may reach into the sums. Odd rows are
+        # shifted by 64 bytes: a quarter warp reads 64 bytes of each of two rows.
         self.row_pitch = 2 * k + 64
+        self.rows_offset = -(-LATE_COPIES // 2) * self.pair_bytes
         self.shared = SharedMemory(
             {
                 "weights": (COPIES // 2 * self.pair_bytes, 128),
@@ -89,6 +90,8 @@ class SplitN:
                 "bars": (BARS * 8, 8),
             }
         )
+        weights, sums = COPIES // 2 * self.pair_bytes, WARPS * TILE * SUM_PITCH * 4
+        assert self.rows_offset + TILE * self.row_pitch <= weights + sums
 
     @cute.jit
     def __call__(self, arguments: FrontArguments, stream):
@@ -114,7 +117,7 @@ class SplitN:
         rows = cutlass.min(Int32(TILE), arguments.batch - row0)
 
         shared = {name: shared_address(pointer) for name, pointer in self.shared.allocate().items()}
-        shared["rows"] = shared["weights"] + -(-LATE_COPIES // 2) * self.pair_bytes
+        shared["rows"] = shared["weights"] + self.rows_offset
         if warp == WARPS:
             self.produce(arguments, shared, part, head, heads, tile, rows, lane)
         else:
