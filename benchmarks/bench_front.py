@@ -280,7 +280,7 @@ def main():
     print(f"{device.device_kind}; {versions}")
     graphs, weights = bare.Graphs(), bare.rotating_weights()
     results = {"gpu": device.device_kind, "versions": versions}
-    results["kernel"] = bench_kernel(graphs, weights, BATCHES)
+    results["kernel"] = bench_kernel(graphs, weights)
     results["formats"] = bench_formats(graphs, weights)
     results["scan"] = bench_scan()
     results["dispatch"] = bench_dispatch(weights)

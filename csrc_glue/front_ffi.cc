@@ -292,5 +292,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxDsaFrontExecute, jax_dsa_front::Execute,
                                   .Attr<int32_t>("head_start")
                                   .Attr<int32_t>("layer")
                                   .Attr<int32_t>("traced"),
-                              // Only enqueues one kernel: XLA may record it into a CUDA graph.
+                              // Only enqueues one kernel or two: XLA may record it into a CUDA graph.
                               {xla::ffi::Traits::kCmdBufferCompatible});

@@ -68,7 +68,8 @@ def front_arguments(
     batch, width = arrays["projected"].shape
     if width < latent:
         raise ValueError(
-            f"projected must have at least K = wq_b.shape[-1] = {latent} columns, got {width}"
+            f"projected must have at least K columns, where wq_b is (H*128, K) with K = {latent}, "
+            f"got {width}"
         )
     _rules.width("q_norm", arrays["q_norm"], latent, "K = wq_b.shape[-1]")
     _rules.width("key_norm_weight", arrays["key_norm_weight"], HEAD_DIM, "the width of a key")
@@ -78,7 +79,7 @@ def front_arguments(
         _rules.rows(name, arrays[name], batch, "projected")
 
     key_offset = _rules.integer("key_offset", arguments["key_offset"], 0)
-    _fits("key_offset", key_offset, "128", HEAD_DIM, "key", arrays["key"])
+    _fits("key_offset", key_offset, "128", HEAD_DIM, "key", arguments, arrays)
     num_heads = arguments["num_heads"]
     num_heads = _rules.integer(
         "num_heads", heads if num_heads is None else num_heads, heads, MAX_HEADS
@@ -91,7 +92,7 @@ def front_arguments(
         used, columns = "num_heads", num_heads
     else:
         used, columns = "head_start + H", first_head + heads
-    _fits("weight_offset", weight_offset, used, columns, "head_weights", arrays["head_weights"])
+    _fits("weight_offset", weight_offset, used, columns, "head_weights", arguments, arrays)
 
     layers = _stack_length({name: arrays[name] for name in STACKABLE})
     own_layer, layer_operand = _layer(arguments["layer"], layers)
@@ -177,11 +178,14 @@ def _arrays(arrays: dict[str, Any], abstract: bool = False, **sizes: int) -> Non
             raise ValueError(f"{name} must have shape {expected}, got {value.shape}")
 
 
-def _fits(offset: str, first: int, used: str, columns: int, name: str, array: Any) -> None:
-    width = array.shape[1]
+def _fits(
+    offset: str, first: int, used: str, columns: int, name: str, given: dict, arrays: dict
+) -> None:
+    width = arrays[name].shape[1]
     if first + columns > width:
+        owner = name if given[name] is not None else f"projected (no {name} is given)"
         raise ValueError(
-            f"{offset} + {used} must be at most the width of {name}, {width}, "
+            f"{offset} + {used} must be at most the width of {owner}, {width}, "
             f"got {first} + {columns}"
         )
 
@@ -198,7 +202,9 @@ def _heads_and_latent(shape: tuple[int, ...]) -> tuple[int, int]:
 def _cache(cache: Any, format_name: str) -> None:
     _rules.dtype("cache", cache, "uint8")
     row = ROW_BYTES[format_name]
-    _rules.width("cache", cache, row, f"bytes per token of cache_format={format_name!r}")
+    formats = ", ".join(f"{name}: {width}" for name, width in ROW_BYTES.items())
+    what = f"bytes per token of cache_format={format_name!r} ({formats})"
+    _rules.width("cache", cache, row, what)
     pages, page_size = cache.shape[-3:-1]
     if not (1 <= pages <= MAX_PAGES and 1 <= page_size <= MAX_PAGE_SIZE):
         raise ValueError(

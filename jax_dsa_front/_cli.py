@@ -115,7 +115,7 @@ def _kernels() -> str:
     from jax_dsa_front import _variants
 
     if not _variants.MANIFEST.exists():
-        return "none: the package was not built (its cubins are missing); pip install it"
+        return "none: the package was not built (its cubins are missing)"
     manifest = _variants.manifest()
     widths: dict[str, set[int]] = {}
     for kernel in manifest["kernels"]:

@@ -44,7 +44,7 @@ class Comparison:
             f"{'PASS' if self.passed else 'FAIL'} ({self.implementation}): "
             f"{self.query_bytes_equal:,} of {self.query_bytes:,} query bytes ({share:.3%}; lowest "
             f"case {self.lowest_case:.3%}) and {self.weights_equal:,} of {self.weights:,} weights "
-            f"equal what the original kernel wrote on an H200, {self.cases} cases"
+            f"equal what the original kernel wrote on an H200, {self.cases} cases, fp8"
         )
 
 

@@ -79,7 +79,8 @@ def register() -> None:
     global _library, _registration_error
     if not LIBRARY.exists():
         _registration_error = (
-            "the package was not built (its handler library is missing); pip install it"
+            "the package was not built (its handler library is missing): pip install it, or leave "
+            "the source tree"
         )
         return
     try:
@@ -141,7 +142,10 @@ def missing() -> str | None:
     if _registration_error is not None:
         return _registration_error
     if not _variants.MANIFEST.exists():
-        return "the package was not built (its cubins are missing); pip install it"
+        return (
+            "the package was not built (its cubins are missing): pip install it, or leave the "
+            "source tree"
+        )
     try:
         _driver()
     except KernelUnavailableError as error:

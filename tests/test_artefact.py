@@ -55,7 +55,14 @@ def test_stored_program_equals_todays(platform):
         assert was.tobytes() == now.tobytes(), name
 
 
+def test_stored_program_names_no_file_of_its_machine():
+    assert b".py" not in FILE.read_bytes()
+
+
 def write(path):
+    jax.config.update(
+        "jax_traceback_in_locations_limit", 0
+    )  # they would name files of this machine
     exporter = jax.export.export(
         jax.jit(step, donate_argnums=5),
         platforms=("cpu", "cuda"),

@@ -74,12 +74,12 @@ BAD = [
     ("mxfp8 with a row of 68", UNSTACKED, dict(cache_format="mxfp8", cache=shape(4, 64, 68, dtype=U8)), ValueError, r"cache .*132.*mxfp8.*got \(4, 64, 68\)"),
     ("page size of zero", UNSTACKED, dict(cache=shape(4, 0, 132, dtype=U8)), ValueError, r"cache .*got \(4, 0, 132\)"),
     # Offsets
-    ("key past P", UNSTACKED, dict(key_offset=K + 128), ValueError, r"key_offset \+ 128 .*392.*got 384 \+ 128"),
+    ("key past P", UNSTACKED, dict(key_offset=K + 128), ValueError, r"key_offset \+ 128 .*projected \(no key is given\), 392.*got 384 \+ 128"),
     ("key_offset negative", UNSTACKED, dict(key_offset=-1), ValueError, r"key_offset .*got -1"),
     ("key_offset float", UNSTACKED, dict(key_offset=256.0), TypeError, r"key_offset .*int.*got float"),
     ("key_offset bool", UNSTACKED, dict(key_offset=True), TypeError, r"key_offset .*int.*got bool"),
     ("key past its own array", UNSTACKED, dict(key=shape(BATCH, 130), key_offset=3), ValueError, r"key_offset \+ 128 .*key, 130.*got 3 \+ 128"),
-    ("weights past P", UNSTACKED, dict(weight_offset=K + 129), ValueError, r"weight_offset .*392.*got 385 \+ 8"),
+    ("weights past P", UNSTACKED, dict(weight_offset=K + 129), ValueError, r"weight_offset .*projected \(no head_weights is given\), 392.*got 385 \+ 8"),
     ("weight_offset negative", UNSTACKED, dict(weight_offset=-8), ValueError, r"weight_offset .*got -8"),
     ("weights past their own array", UNSTACKED, dict(head_weights=shape(BATCH, 8), weight_offset=1), ValueError, r"weight_offset .*head_weights, 8.*got 1 \+ 8"),
     # Layers

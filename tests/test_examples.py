@@ -1,4 +1,4 @@
-"""What a newcomer runs: every file in examples/, and the ten lines of the README."""
+"""What a newcomer runs: every file in examples/, and the code of the README."""
 
 import pathlib
 import re

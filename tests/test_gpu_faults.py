@@ -50,6 +50,7 @@ print(call())
 INTERRUPTED = (
     CALL
     + """
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
 read = _runtime._read_cubin
 def interrupted(entry):
     _runtime._read_cubin = read

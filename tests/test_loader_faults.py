@@ -2,6 +2,7 @@
 
 import ctypes
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -123,6 +124,15 @@ def test_a_device_without_kernels_beside_one_with(package, monkeypatch):
     assert _runtime._library.calls == [(0, 1536, TILES)]
 
 
+@pytest.fixture
+def interruptible():
+    """Processes that a shell starts in the background ignore interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_interrupted_by_the_keyboard(package, driver, monkeypatch):
     """The load fails, naming the reason, and the interrupt arrives where Python can raise it;
     nothing stays locked or half loaded."""
