@@ -68,6 +68,24 @@ def check(result):
     return values[0] if len(values) == 1 else values
 
 
+def launch_front(k, params, heads, wq_b_rows, stream):
+    """The handler's own choice of kernels and launches, on device 0; `wq_b_rows` over all
+    layers."""
+    message = ctypes.create_string_buffer(1024)
+    failed = _runtime._library.JaxDsaFrontLaunch(
+        0,
+        k,
+        ctypes.byref(params),
+        heads,
+        ctypes.c_int64(wq_b_rows),
+        ctypes.c_void_p(int(stream)),
+        message,
+        len(message),
+    )
+    if failed:
+        raise RuntimeError(message.value.decode())
+
+
 class Graphs:
     """Captures and times graphs of launches on a stream of its own."""
 
@@ -193,23 +211,10 @@ class Front:
             key_eps=1e-6,
             weight_scale=(heads * 128) ** -0.5,
         )
-        self.message = ctypes.create_string_buffer(1024)
 
     def launch(self, i):
         self.params.wq_b = int(self.weights[i % len(self.weights)].unsafe_buffer_pointer())
-        library, stream = _runtime._library, ctypes.c_void_p(int(self.graphs.stream))
-        failed = library.JaxDsaFrontLaunch(
-            0,
-            self.k,
-            ctypes.byref(self.params),
-            self.heads,
-            ctypes.c_int64(self.heads * 128),
-            stream,
-            self.message,
-            1024,
-        )
-        if failed:
-            raise RuntimeError(self.message.value.decode())
+        launch_front(self.k, self.params, self.heads, self.heads * 128, self.graphs.stream)
 
 
 def rotating_weights(count=16, heads=32, k=1536):

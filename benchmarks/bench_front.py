@@ -236,20 +236,11 @@ def plot(results, path):
     rows, floor = results["kernel"]["rows"], results["kernel"]["floor_us"]
     batches = [row["batch"] for row in rows]
     figure, axes = plt.subplots(figsize=(7, 4), dpi=150)
-    axes.plot(
-        batches,
-        [row["jnp_device_us"] for row in rows],
-        "o-",
-        color="0.6",
-        label="XLA, jnp form (kernels alone)",
-    )
-    axes.plot(
-        batches,
-        [row["kernel_us"] for row in rows],
-        "o-",
-        color="tab:green",
-        label="jax_dsa_front kernel",
-    )
+    for column, color, label in (
+        ("jnp_device_us", "0.6", "XLA, jnp form (kernels alone)"),
+        ("kernel_us", "tab:green", "jax_dsa_front kernel"),
+    ):
+        axes.plot(batches, [row[column] for row in rows], "o-", color=color, label=label)
     axes.axhline(
         floor, color="k", linestyle="--", linewidth=1, label="floor: loading wq_b (12.6 MB)"
     )

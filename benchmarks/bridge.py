@@ -10,18 +10,12 @@ from cutlass import Constexpr, Int32
 from cutlass.jax import cutlass_call
 
 from jax_dsa_front import IndexFront
-from jax_dsa_front.kernels.common import FrontArguments
+from jax_dsa_front.kernels.common import front_arguments
 from jax_dsa_front.kernels.split_n import CLUSTER, THREADS, TILE, SplitN
 
 # The name of the shipped kernel: under another one ptxas makes other machine code of the same PTX.
 NAME = "index_front_sm_90a_k1536_split_n_b8"
 SplitN.kernel.set_name_prefix(NAME, remove_cutlass_symbol=True, keep_mangled_name=False)
-
-
-def front_arguments(**given):
-    """The kernel's parameters; 0 is what absent operands and operands without layers have."""
-    kinds = FrontArguments.__annotations__
-    return FrontArguments(**{name: kind(given.get(name, 0)) for name, kind in kinds.items()})
 
 
 @cute.jit

@@ -6,8 +6,9 @@ jnp     index_front(implementation="jnp"): the same operator by XLA
 bridge  the CuTe DSL's own JAX bridge, cutlass.jax.cutlass_call, running the same kernel source
         (bridge.py); needs nvidia-cutlass-dsl at run time
 
-Prints a table and writes side_by_side.json.  Everything is measured in fresh processes; those that
-take times run one at a time.  What fails is reported in one line, and the rest goes on.
+Prints a table and writes side_by_side.json.  Everything is measured in fresh processes, as many of
+a stage as TIMED says; those that take times run one at a time.  What fails is reported in one line,
+and the rest goes on.
 """
 
 import argparse
@@ -33,14 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 WAYS = {"kernel": "cuda", "jnp": "jnp", "bridge": None}
 ANYWHERE = WAYS | {"kernel": None}  # "cuda" is a command that other platforms refuse
 UNTIMED = ("graph", "cpu", "export")
-TIMED = {
-    "import": 3,
-    "first": 3,
-    "cached": 1,
-    "load": 1,
-    "lower": 1,
-    "steady": 1,
-}  # stage: processes
+TIMED = dict.fromkeys(("import", "first"), 3) | dict.fromkeys(("load", "lower", "steady"), 1)
 BATCH, HEADS, K = 8, 32, 1536
 OFFSETS = {"key_offset": K, "weight_offset": K + 128, "eps": 1e-6, "key_eps": 1e-6}
 
@@ -63,6 +57,7 @@ def load_front(way, implementation):
     return functools.partial(jax_dsa_front.index_front, implementation=implementation)
 
 
+@functools.cache
 def inputs():
     rng = np.random.default_rng(0)
     draw = functools.partial(rng.standard_normal, dtype=np.float32)

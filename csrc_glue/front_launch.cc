@@ -66,15 +66,16 @@ struct Grid {
 // `maps` come before the members of `p` in the kernel's parameter list.
 CUresult Launch(const Driver& driver, const Kernel& kernel, Grid grid, std::initializer_list<CUtensorMap*> maps,
                 FrontParams& p, CUstream stream, bool overlap_previous) {
-  std::vector<void*> arguments(maps.begin(), maps.end());
-  for (void* member : std::initializer_list<void*>{
+  const std::initializer_list<void*> members = {
       &p.projected, &p.q_norm, &p.wq_b, &p.layer, &p.projected_pitch, &p.batch, &p.num_layers, &p.flags,
       &p.q_norm_layer_stride, &p.wq_b_layer_rows, &p.eps, &p.key_eps, &p.weight_scale, &p.head_weights_pitch,
       &p.head_weights, &p.head_start, &p.query, &p.query_scale, &p.weights, &p.key, &p.key_norm_weight,
       &p.key_norm_bias, &p.cache, &p.slots, &p.num_slots, &p.cache_layer_stride, &p.key_pitch, &p.page_size,
-      &p.key_norm_weight_layer_stride, &p.key_norm_bias_layer_stride, &p.rows, &p.head_start_limit}) {
-    arguments.push_back(member);
-  }
+      &p.key_norm_weight_layer_stride, &p.key_norm_bias_layer_stride, &p.rows, &p.head_start_limit};
+  std::vector<void*> arguments;
+  arguments.reserve(maps.size() + members.size());
+  arguments.insert(arguments.end(), maps.begin(), maps.end());
+  arguments.insert(arguments.end(), members.begin(), members.end());
   CUlaunchAttribute attributes[2] = {};
   unsigned count = 0;
   if (kernel.cluster > 1) {
@@ -141,7 +142,7 @@ std::string LaunchFront(const KernelSet& set, FrontParams& params, int32_t heads
 
 }  // namespace jax_dsa_front
 
-// The bare launch, for benchmarks/: the same choice of kernel and tensor map as inside XLA, on a stream of the caller's.
+// The bare launch, for benchmarks/ and tests/sanitize.py: the same choice of kernel and tensor map as inside XLA, on a stream of the caller's.
 extern "C" __attribute__((visibility("default"))) int32_t JaxDsaFrontLaunch(int32_t device, int32_t k,
                                                                             jax_dsa_front::FrontParams* params,
                                                                             int32_t heads, int64_t wq_b_rows,

@@ -38,6 +38,7 @@ SHAPES = {  # by rank
 }
 INTEGERS = ("int32", "int64")
 FLOATS = ("bfloat16", "float32")
+ROW_WIDTHS = ", ".join(f"{name}: {width}" for name, width in ROW_BYTES.items())
 MAX_PAGE_SIZE = 2**25  # the position of a four-byte word in its page is an int32
 MAX_PAGES = 2**31 - 2  # `pages` itself is the index of "nowhere"
 MAX_HEADS = 2**24 - 1  # num_heads * 128 is an int32
@@ -202,8 +203,7 @@ def _heads_and_latent(shape: tuple[int, ...]) -> tuple[int, int]:
 def _cache(cache: Any, format_name: str) -> None:
     _rules.dtype("cache", cache, "uint8")
     row = ROW_BYTES[format_name]
-    formats = ", ".join(f"{name}: {width}" for name, width in ROW_BYTES.items())
-    what = f"bytes per token of cache_format={format_name!r} ({formats})"
+    what = f"bytes per token of cache_format={format_name!r} ({ROW_WIDTHS})"
     _rules.width("cache", cache, row, what)
     pages, page_size = cache.shape[-3:-1]
     if not (1 <= pages <= MAX_PAGES and 1 <= page_size <= MAX_PAGE_SIZE):

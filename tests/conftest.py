@@ -28,7 +28,7 @@ def pytest_runtest_setup(item):
         return
     if os.environ.get("JAX_DSA_FRONT_REQUIRE_GPU") == "1":
         pytest.fail("JAX_DSA_FRONT_REQUIRE_GPU=1, but JAX has no CUDA device", pytrace=False)
-    pytest.skip("JAX has no CUDA device")
+    pytest.skip("needs a GPU: JAX has no CUDA device")
 
 
 @pytest.fixture(autouse=True)
@@ -36,3 +36,11 @@ def compute_on_the_marked_device(request):
     platform = "cuda" if request.node.get_closest_marker("gpu") else "cpu"
     with jax.default_device(jax.devices(platform)[0]):
         yield
+
+
+@pytest.fixture
+def several_gpus():
+    """All CUDA devices, for tests of what one device cannot show."""
+    if len(devices := cuda_devices()) < 2:
+        pytest.skip("needs two GPUs: JAX has one CUDA device")
+    return devices

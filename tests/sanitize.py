@@ -30,7 +30,7 @@ import ml_dtypes
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from bare import FORMAT_FLAGS, FrontParams, check
+from bare import FORMAT_FLAGS, FrontParams, check, launch_front
 
 from jax_dsa_front import _runtime, _variants
 from jax_dsa_front._config import HEAD_DIM, ROW_BYTES
@@ -114,13 +114,7 @@ class Device:
         return array
 
     def launch(self, k, params, heads, wq_b_rows):
-        message, stream = ctypes.create_string_buffer(1024), ctypes.c_void_p(int(self.stream))
-        failed = _runtime._library.JaxDsaFrontLaunch(
-            *(0, k, ctypes.byref(params), heads, ctypes.c_int64(wq_b_rows), stream),
-            *(message, len(message)),
-        )
-        if failed:
-            raise RuntimeError(message.value.decode())
+        launch_front(k, params, heads, wq_b_rows, self.stream)
         check(self.driver.cuStreamSynchronize(self.stream))
 
 

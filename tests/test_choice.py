@@ -238,10 +238,9 @@ print("jax_dsa_front.index_front" in text, len(outcome(0)), len(outcome(1)))
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("several_gpus")
 def test_second_gpu_without_a_kernel(tmp_path):
     """A program lowered elsewhere fails on it alone; one that is lowered here avoids the kernel."""
-    if len(jax.devices("cuda")) < 2:
-        pytest.skip("one CUDA device")
     output = run_python(OLD_SECOND_GPU, cwd=tmp_path, XLA_PYTHON_CLIENT_PREALLOCATE="false")
     elsewhere, first, refusal, jnp_form = output.strip().split("\n")
     assert f"CUDA device 1 cannot run this program: {NO_SM_80}" in elsewhere

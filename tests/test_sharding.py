@@ -1,6 +1,5 @@
 """`shard_map` over devices: nothing is gathered, the caches are donated, bits are equal."""
 
-import jax
 import pytest
 
 from processes import run_python
@@ -114,10 +113,8 @@ def test_eight_cpu_devices(program, fmt, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("program", [BATCH_PARALLEL, HEAD_PARALLEL], ids=["batch", "heads"])
 @pytest.mark.parametrize("fmt", ["fp8", "mxfp4"])
-def test_all_gpus(program, fmt, tmp_path):
+def test_all_gpus(program, fmt, tmp_path, several_gpus):
     """The same on the CUDA devices of this machine, where the kernel takes K = 1536."""
-    devices = len(jax.devices("cuda"))
-    if devices < 2:
-        pytest.skip("one CUDA device")
+    devices = len(several_gpus)
     code = PRELUDE + program
     run_python(code, fmt, devices, 1536, cwd=tmp_path, XLA_PYTHON_CLIENT_PREALLOCATE="false")

@@ -44,18 +44,17 @@ def compile_variant(variant: Variant, output: Path) -> dict:
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream
 
-    from .common import FrontArguments
+    from .common import front_arguments
 
     kernel = build_kernel(variant)
     type(kernel).kernel.set_name_prefix(
         variant.name, remove_cutlass_symbol=True, keep_mangled_name=False
     )
-    arguments = FrontArguments(*(kind(0) for kind in FrontArguments.__annotations__.values()))
     with tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         compiled = cute.compile(
             kernel,
-            arguments,
+            front_arguments(),
             make_fake_stream(),
             options=f"--gpu-arch {variant.arch} --keep-cubin --dump-dir {scratch}",
         )

@@ -1,4 +1,4 @@
-"""What both kernels share: their parameter list, layers and head weights, quantisation, key
+"""What the kernels share: their parameter list, layers and head weights, quantisation, key
 insertion.
 
 DESIGN of the numbers: docs/design.md. All arithmetic is fp32; amplitudes are compared as integers
@@ -72,6 +72,12 @@ class FrontArguments(NamedTuple):
     key_norm_bias_layer_stride: Int32
     rows: Int64  # scratch: bf16 [batch, K], the normalised rows between two launches
     head_start_limit: Int32  # num_heads of the model - heads of this call
+
+
+def front_arguments(**given):
+    """The parameters with these values; 0, which stands for absent operands, for all others."""
+    kinds = FrontArguments.__annotations__
+    return FrontArguments(**{name: kind(given.get(name, 0)) for name, kind in kinds.items()})
 
 
 class SharedMemory(NamedTuple):
@@ -218,11 +224,11 @@ def lane_sum(value, distances=(16, 8, 4, 2, 1)):
     return value
 
 
-def group_max(amax):
-    """The largest of the 8 lanes that hold one 32-column group, 4 columns each."""
-    for distance in (1, 2, 4):
-        amax = ptx.max_u32(amax, cute.arch.shuffle_sync_bfly(amax, distance))
-    return amax
+def lane_max(value, distances, largest_of=ptx.max_u32):
+    """The largest over the lanes whose numbers differ in these bits."""
+    for distance in distances:
+        value = largest_of(value, cute.arch.shuffle_sync_bfly(value, distance))
+    return value
 
 
 @cute.jit
@@ -258,7 +264,7 @@ def insert_key(arguments, row, layer, inside, lane, converts_fp4: cutlass.Conste
         token = Int32(slot - page * Int64(arguments.page_size))
         base = arguments.cache + Int64(layer) * arguments.cache_layer_stride
         if (arguments.flags & FLAG_MXFP4) != 0:
-            exponent, inverse = fp4_scale(group_max(amax))
+            exponent, inverse = fp4_scale(lane_max(amax, (1, 2, 4)))  # 8 lanes hold a group
             base = base + page * (Int64(arguments.page_size) * 68)
             word = fp4_codes(values, inverse, converts_fp4)
             ptx.store_global_u16(base + Int64(token) * 64 + lane * 2, word)

@@ -27,6 +27,7 @@ from .common import (
     fp8_scale,
     fp8_word,
     insert_key,
+    lane_max,
     lane_sum,
     load_head_weight,
     shared_address,
@@ -42,8 +43,8 @@ SHARED_LIMIT = 232448  # bytes per CTA on sm_90
 # Weight chunks whose copies start before the activations have arrived: behind the whole stream the
 # rows would take 3-7 k clocks.
 EARLY_CHUNKS = 7
-MAGNITUDES = 0x7FFF7FFF  # of two packed bf16
 FIRST_CHUNKS = 4  # of the first piece of y; the partial sums take their place in y
+MAGNITUDES = 0x7FFF7FFF  # of two packed bf16
 
 # Named barriers
 BARRIER_ROWS_LANDED = 1
@@ -145,12 +146,7 @@ class SplitK:
         if warp == WARPS:
             with cute.arch.elect_one():  # by all lanes it would take 2,000 clocks
                 cpasync.prefetch_descriptor(atom)
-                for slot in cutlass.range_constexpr(self.ring):
-                    ptx.mbarrier_init(shared["bars"] + 8 * slot, 1)
-                    ptx.mbarrier_init(shared["bar_empty"] + 8 * slot, WARPS)
-                ptx.mbarrier_init(shared["bar_squares"], 1)
-                ptx.mbarrier_init(shared["bar_sums"], 1)
-                ptx.mbarrier_init_fence()
+                self.initialise_barriers(shared, ("bar_squares", "bar_sums"))
             cute.arch.sync_warp()
             # Expected bytes, one barrier per lane (the initialisation would be a loop over the
             # lanes)
@@ -187,10 +183,7 @@ class SplitK:
             for chunk in cutlass.range_constexpr(EARLY_CHUNKS, self.ring):
                 self.copy_chunk(atom, source, target, bars, policy, part, chunk)
             for chunk in cutlass.range_constexpr(self.ring, self.chunks):
-                slot = chunk % self.ring
-                ptx.mbarrier_wait(shared["bar_empty"] + 8 * slot, chunk // self.ring - 1)
-                with cute.arch.elect_one():
-                    ptx.mbarrier_expect(shared["bars"] + 8 * slot, CHUNK_BYTES)
+                self.reopen_slot(shared, chunk)
                 self.copy_chunk(atom, source, target, bars, policy, part, chunk)
             cta = (head * tiles + tile) * CLUSTER + part
             for row in range(cta, arguments.batch, CLUSTER * tiles * heads):
@@ -212,6 +205,23 @@ class SplitK:
             accumulator = ptx.wgmma_wait(accumulator, 0)
             self.exchange(accumulator, shared, part, own, others, warp, lane)
             self.finish(arguments, shared, raw_weights, own_row, own, head, heads, warp, lane)
+
+    def initialise_barriers(self, shared, others):
+        """The ring's, which the warps release, and those named; by one lane."""
+        for slot in range(self.ring):
+            ptx.mbarrier_init(shared["bars"] + 8 * slot, 1)
+            ptx.mbarrier_init(shared["bar_empty"] + 8 * slot, WARPS)
+        for name in others:
+            ptx.mbarrier_init(shared[name], 1)
+        ptx.mbarrier_init_fence()
+
+    @cute.jit
+    def reopen_slot(self, shared, chunk: cutlass.Constexpr):
+        """Waits until the slot of `chunk` has been read, and expects its bytes once more."""
+        slot = chunk % self.ring
+        ptx.mbarrier_wait(shared["bar_empty"] + 8 * slot, chunk // self.ring - 1)
+        with cute.arch.elect_one():
+            ptx.mbarrier_expect(shared["bars"] + 8 * slot, self.slot_bytes)
 
     def shares(self, batch, part, tile, tiles):
         """(first own row, first row of the peer, how many of each): the batch dealt out evenly."""
@@ -485,8 +495,7 @@ def row_max(maxima, lanes):
     top = maxima[0]
     for other in maxima[1:]:
         top = ptx.max_u32(top, other)
-    for distance in (1, 2, 4, 8)[: lanes.bit_length() - 1]:
-        top = ptx.max_u32(top, cute.arch.shuffle_sync_bfly(top, distance))
+    top = lane_max(top, (1, 2, 4, 8)[: lanes.bit_length() - 1])
     return ptx.max_u32(top << 16, Uint32(FP8_QUERY_FLOOR))
 
 
@@ -494,8 +503,6 @@ def fp4_group_scales(maxima):
     """fp4_scale of each of the groups that 8 lanes hold; two groups share a shuffle."""
     scales = []
     for low, high in zip(maxima[::2], maxima[1::2], strict=True):
-        both = low | (high << 16)
-        for distance in (1, 2, 4):
-            both = ptx.max_u16x2(both, cute.arch.shuffle_sync_bfly(both, distance))
+        both = lane_max(low | (high << 16), (1, 2, 4), ptx.max_u16x2)
         scales += [fp4_scale(both << 16), fp4_scale(both & Uint32(0xFFFF0000))]
     return scales

@@ -99,11 +99,7 @@ class SplitKRows(SplitK):
             with cute.arch.elect_one():
                 cpasync.prefetch_descriptor(atom)
                 cpasync.prefetch_descriptor(row_atom)
-                for slot in cutlass.range_constexpr(self.ring):
-                    ptx.mbarrier_init(shared["bars"] + 8 * slot, 1)
-                    ptx.mbarrier_init(shared["bar_empty"] + 8 * slot, WARPS)
-                ptx.mbarrier_init(shared["bar_sums"], 1)
-                ptx.mbarrier_init_fence()
+                self.initialise_barriers(shared, ("bar_sums",))
             cute.arch.sync_warp()
             nbytes = Int32(self.slot_bytes)
             if lane == self.ring:
@@ -127,10 +123,7 @@ class SplitKRows(SplitK):
                 if cutlass.const_expr(chunk >= EARLY_CHUNKS):
                     self.copy_chunk(atom, source, target, bars, policy, part, chunk)
             for chunk in cutlass.range_constexpr(self.ring, self.chunks):
-                slot = chunk % self.ring
-                ptx.mbarrier_wait(shared["bar_empty"] + 8 * slot, chunk // self.ring - 1)
-                with cute.arch.elect_one():
-                    ptx.mbarrier_expect(shared["bars"] + 8 * slot, self.slot_bytes)
+                self.reopen_slot(shared, chunk)
                 self.copy_chunk(atom, source, target, bars, policy, part, chunk)
                 self.copy_rows(row_atom, rows, bars, part, chunk)
             ptx.cluster_wait()

@@ -90,8 +90,8 @@ class SplitN:
                 "bars": (BARS * 8, 8),
             }
         )
-        weights, sums = COPIES // 2 * self.pair_bytes, WARPS * TILE * SUM_PITCH * 4
-        assert self.rows_offset + TILE * self.row_pitch <= weights + sums
+        space = sum(self.shared.regions[name][0] for name in ("weights", "sums"))
+        assert self.rows_offset + TILE * self.row_pitch <= space
 
     @cute.jit
     def __call__(self, arguments: FrontArguments, stream):
