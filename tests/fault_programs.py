@@ -1,26 +1,12 @@
 """Programs that the tests of faults run in a process of their own, on a copy of the package."""
 
-import os
-import subprocess
-import sys
-
 import faults
-from processes import TESTS
+from processes import outputs_of
 
 
 def run(code, site, **env):
     """(stdout, stderr) of `code`, which sees the package under `site` and the test modules."""
-    path = os.pathsep.join([str(site), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code],
-        cwd=site,
-        env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", **env},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, f"exit {done.returncode}:\n{done.stdout}\n{done.stderr[-4000:]}"
-    return done.stdout, done.stderr
+    return outputs_of(code, cwd=site, site=site, PYTHONDONTWRITEBYTECODE="1", **env)
 
 
 FORK = """

@@ -9,16 +9,21 @@ TESTS = pathlib.Path(__file__).parent
 
 
 def run_python(code, *argv, cwd, **env):
-    """Output of `code`; fails with its error text. `env` adds variables, None removes one.
+    """Output of `code`; fails with its error text. `env` adds variables, None removes one."""
+    return outputs_of(code, *argv, cwd=cwd, **env)[0]
 
-    The working directory is the caller's (a temporary one), so that no source tree is importable;
-    this folder is, for the shared test modules.
+
+def outputs_of(code, *argv, cwd, site=None, **env):
+    """(stdout, stderr) of `code`, likewise; `site` is a folder to find packages in first.
+
+    No source tree is importable; this folder is, for the shared test modules.
     """
-    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    folders = [site, TESTS, os.environ.get("PYTHONPATH")]
+    path = os.pathsep.join(str(folder) for folder in folders if folder)
     env = {**os.environ, "PYTHONPATH": path, **env}
     env = {name: value for name, value in env.items() if value is not None}
     done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, argv)],
+        [sys.executable, "-P", "-c", code, *map(str, argv)],
         cwd=cwd,
         env=env,
         capture_output=True,
@@ -26,4 +31,4 @@ def run_python(code, *argv, cwd, **env):
         timeout=300,
     )
     assert done.returncode == 0, f"exit {done.returncode}:\n{done.stdout}\n{done.stderr[-4000:]}"
-    return done.stdout
+    return done.stdout, done.stderr

@@ -8,10 +8,10 @@ import numpy as np
 from jax import lax
 
 import jax_dsa_front as dsa
+from cases import ROW
 
 LAYERS, PAGE, BATCH, HEADS = 3, 64, 4, 8
 BF16, F32, U8, I32 = jnp.bfloat16, jnp.float32, jnp.uint8, jnp.int32
-ROW = {"fp8": 132, "mxfp8": 132, "mxfp4": 68}
 
 
 def operands(seed=0, stacked=False, fmt="fp8", pages=256, k=256, batch=BATCH):
