@@ -64,6 +64,12 @@ def mbarrier_arrive(bar):
     asm("mbarrier.arrive.shared::cta.b64 _, [$0];", (Int32(bar),))
 
 
+def mbarrier_arrive_cluster(bar):
+    """On a barrier of any CTA of the cluster (`peer_address`); orders nothing: release would be a
+    fence of the whole GPU."""
+    asm("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [$0];", (Int32(bar),))
+
+
 def mbarrier_expect(bar, nbytes):
     asm("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", (Int32(bar), Int32(nbytes)))
 

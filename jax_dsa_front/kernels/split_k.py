@@ -73,14 +73,14 @@ class SplitK:
             "squares": (CLUSTER * tile * 4, 128),  # f32 [half of K][finishing CTA][row]
         }
         # What is left of the CTA's shared memory holds weights, each slot with two barriers
-        fixed = SharedMemory(regions).nbytes() + 2 * 8
+        fixed = SharedMemory(regions).nbytes() + 3 * 8
         self.ring = min(self.chunks, (SHARED_LIMIT - fixed) // (CHUNK_BYTES + 2 * 8))
         self.shared = SharedMemory(
             {
                 "weights": (self.ring * CHUNK_BYTES, 1024),
                 **regions,
-                # mbarriers: a full one per slot, squares, sums, an empty one per slot
-                "bars": (2 * self.ring * 8 + 16, 8),
+                # mbarriers: a full one per slot, squares, sums, free, an empty one per slot
+                "bars": ((2 * self.ring + 3) * 8, 8),
             }
         )
         assert self.shared.nbytes() <= SHARED_LIMIT
@@ -142,7 +142,8 @@ class SplitK:
         shared = {name: shared_address(pointer) for name, pointer in pointers.items()}
         shared["bar_squares"] = shared["bars"] + 8 * self.ring
         shared["bar_sums"] = shared["bar_squares"] + 8
-        shared["bar_empty"] = shared["bar_sums"] + 8
+        shared["bar_free"] = shared["bar_sums"] + 8
+        shared["bar_empty"] = shared["bar_free"] + 8
         if warp == WARPS:
             with cute.arch.elect_one():  # by all lanes it would take 2,000 clocks
                 cpasync.prefetch_descriptor(atom)
@@ -174,11 +175,7 @@ class SplitK:
             policy = ptx.evict_first_policy()
             for chunk in cutlass.range_constexpr(EARLY_CHUNKS):
                 self.copy_chunk(atom, source, target, bars, policy, part, chunk)
-            # The second round opens the way for the sums of the peer; this warp has no part in it.
-            # With both behind the last copy, where other warps are long in the second round,
-            # compute-sanitizer's memcheck hung at K = 2048.
             ptx.cluster_wait()
-            ptx.cluster_arrive_relaxed()
             cute.arch.barrier(barrier_id=BARRIER_ROWS_LANDED, number_of_threads=THREADS)
             for chunk in cutlass.range_constexpr(EARLY_CHUNKS, self.ring):
                 self.copy_chunk(atom, source, target, bars, policy, part, chunk)
@@ -188,7 +185,6 @@ class SplitK:
             cta = (head * tiles + tile) * CLUSTER + part
             for row in range(cta, arguments.batch, CLUSTER * tiles * heads):
                 insert_key(arguments, row, layer, inside, lane)
-            ptx.cluster_wait()
         else:
             cute.arch.griddepcontrol_wait()
             x = self.load_rows(arguments, part, rows, warp, lane)
@@ -207,10 +203,12 @@ class SplitK:
             self.finish(arguments, shared, raw_weights, own_row, own, head, heads, warp, lane)
 
     def initialise_barriers(self, shared, others):
-        """The ring's, which the warps release, and those named; by one lane."""
+        """The ring's, which the warps release, the one that opens the place of the sums to both
+        CTAs, and those named; by one lane."""
         for slot in range(self.ring):
             ptx.mbarrier_init(shared["bars"] + 8 * slot, 1)
             ptx.mbarrier_init(shared["bar_empty"] + 8 * slot, WARPS)
+        ptx.mbarrier_init(shared["bar_free"], CLUSTER * WARPS)
         for name in others:
             ptx.mbarrier_init(shared[name], 1)
         ptx.mbarrier_init_fence()
@@ -371,10 +369,11 @@ class SplitK:
             )
             if cutlass.const_expr(chunk > 0):
                 accumulator = ptx.wgmma_wait(accumulator, 1)  # the chunk before is done
-                if cutlass.const_expr(chunk == self.reuse_chunk):
-                    # The peer may now write where the sums go: wgmma_wait returned, so the reads
-                    # are done. Nothing is published: a release would only fence the whole GPU.
-                    ptx.cluster_arrive_relaxed()
+                if cutlass.const_expr(chunk == self.reuse_chunk):  # noqa: SIM102
+                    # Both CTAs may now write where the sums go in this one: wgmma_wait returned, so
+                    # this warp's reads are done.
+                    if lane < CLUSTER:
+                        ptx.mbarrier_arrive_cluster(ptx.peer_address(shared["bar_free"], lane))
                 if cutlass.const_expr(chunk - 1 + self.ring < self.chunks):  # noqa: SIM102
                     if lane == 0:
                         ptx.mbarrier_arrive(shared["bar_empty"] + 8 * ((chunk - 1) % self.ring))
@@ -400,7 +399,9 @@ class SplitK:
         peer = ptx.peer_address(received, part ^ 1) + column * 4
         bar_peer = ptx.peer_address(bar_sums, part ^ 1)
         half = self.tile // 2
-        ptx.cluster_wait()  # both CTAs are past `reuse_chunk`
+        # All warps of both CTAs are past `reuse_chunk`. A second round of the cluster barrier would
+        # do, but racecheck and synccheck hang when a warp is a round ahead of the others.
+        ptx.mbarrier_wait(shared["bar_free"], 0, "cluster")
         # The peer's rows first: they have the longer way.
         for n in cutlass.range_constexpr(half // 8):
             for h in cutlass.range_constexpr(2):

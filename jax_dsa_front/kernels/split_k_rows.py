@@ -34,7 +34,7 @@ class SplitKRows(SplitK):
         self.half_k = k // CLUSTER
         self.chunks = self.half_k // CHUNK
         self.slot_bytes = CHUNK_BYTES + tile * CHUNK * 2  # a chunk of weights, one of the rows
-        self.ring = min(self.chunks, (SHARED_LIMIT - 8) // (self.slot_bytes + 2 * 8))
+        self.ring = min(self.chunks, (SHARED_LIMIT - 2 * 8) // (self.slot_bytes + 2 * 8))
         # The sums take the slots behind those that the last chunks use.
         sums_slots = -(-tile * 512 // self.slot_bytes)
         self.sums_slot = self.chunks % self.ring
@@ -44,8 +44,8 @@ class SplitKRows(SplitK):
         self.shared = SharedMemory(
             {
                 "weights": (self.ring * self.slot_bytes, 1024),
-                # mbarriers: a full one per slot, sums, an empty one per slot
-                "bars": ((2 * self.ring + 1) * 8, 8),
+                # mbarriers: a full one per slot, sums, free, an empty one per slot
+                "bars": ((2 * self.ring + 2) * 8, 8),
             }
         )
         assert self.shared.nbytes() <= SHARED_LIMIT
@@ -94,7 +94,8 @@ class SplitKRows(SplitK):
         pointers = self.shared.allocate()
         shared = {name: shared_address(pointer) for name, pointer in pointers.items()}
         shared["bar_sums"] = shared["bars"] + 8 * self.ring
-        shared["bar_empty"] = shared["bar_sums"] + 8
+        shared["bar_free"] = shared["bar_sums"] + 8
+        shared["bar_empty"] = shared["bar_free"] + 8
         if warp == WARPS:
             with cute.arch.elect_one():
                 cpasync.prefetch_descriptor(atom)
@@ -116,7 +117,6 @@ class SplitKRows(SplitK):
             for chunk in cutlass.range_constexpr(EARLY_CHUNKS):
                 self.copy_chunk(atom, source, target, bars, policy, part, chunk)
             ptx.cluster_wait()
-            ptx.cluster_arrive_relaxed()
             cute.arch.griddepcontrol_wait()
             for chunk in cutlass.range_constexpr(self.ring):
                 self.copy_rows(row_atom, rows, bars, part, chunk)
@@ -126,16 +126,13 @@ class SplitKRows(SplitK):
                 self.reopen_slot(shared, chunk)
                 self.copy_chunk(atom, source, target, bars, policy, part, chunk)
                 self.copy_rows(row_atom, rows, bars, part, chunk)
-            ptx.cluster_wait()
         elif warp == WARPS + 1:
             ptx.cluster_arrive_relaxed()
             ptx.cluster_wait()
-            ptx.cluster_arrive_relaxed()
             layer, inside = chosen_layer(arguments)
             cta = (head * tiles + tile) * CLUSTER + part
             for row in range(cta, arguments.batch, CLUSTER * tiles * heads):
                 insert_key(arguments, row, layer, inside, lane)
-            ptx.cluster_wait()
         else:
             ptx.cluster_arrive_relaxed()
             raw_weights = self.load_head_weights(arguments, own_row, head, warp, lane)
