@@ -188,7 +188,7 @@ ffi::Error Execute(CUstream stream, int32_t device, ffi::AnyBuffer projected, ff
   check.Aligned("key_norm_weight", key_norm_weight.untyped_data(), 16);
   check.Aligned("key_norm_bias", key_norm_bias.untyped_data(), 16);
   check.Aligned("cache", cache.untyped_data(), 4);
-  check.Aligned("query", query->untyped_data(), 4);
+  check.Aligned("query", query->untyped_data(), 8);
   check.Aligned("scratch", (*scratch)->untyped_data(), 16);
   if (!check.ok()) return check.error();
 

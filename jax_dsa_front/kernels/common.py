@@ -194,21 +194,25 @@ def fp4_codes(values, inverse, converts):
     if converts:
         zeros = [Float32(0)] * (4 - len(values))
         return ptx.e2m1_word([ptx.multiply(value, inverse) for value in values] + zeros)
-    word = fp4_code(values[0], inverse)
-    for i, value in enumerate(values[1:], 1):
-        word = word | (fp4_code(value, inverse) << (4 * i))
+    inverse = ptx.multiply(inverse, Float32(2.0**-14))
+    scaled = [ptx.multiply(value, inverse) for value in values] + [Float32(0)] * (len(values) % 2)
+    word = fp4_code_pair(*scaled[:2])
+    for i in range(2, len(scaled), 2):
+        word = word | (fp4_code_pair(*scaled[i : i + 2]) << (4 * i))
     return word
 
 
-def fp4_code(value, inverse):
-    """One code of `fp4_codes` in integer arithmetic.
+def fp4_code_pair(low, high):
+    """Two codes of `fp4_codes`, of values that are scaled by 2**-14 once more.
 
-    Scaled by 2**-126, e2m1 values become fp32 numbers whose exponent and top mantissa bit are the
-    code; subnormal ones included. Rounding to that bit is an addition."""
-    scaled = ptx.multiply(ptx.multiply(value, inverse), Float32(2.0**-126))
-    word = magnitude(scaled)
-    code = (word + Uint32(0x1FFFFF) + ((word >> 22) & Uint32(1))) >> 22
-    return code | ((ptx.bits(value) >> 28) & Uint32(8))
+    So scaled, e2m1 values are fp16 numbers whose exponent and top mantissa bit are the code;
+    subnormal ones included. Rounding to that bit is an addition, and both halves of a word take it
+    together. Of bfloat16 values, fp16 keeps all bits that matter: those down to 2**-10 of a code's
+    unit."""
+    halves = ptx.f16_pair(low, high)
+    rounded = (halves + Uint32(0x00FF00FF) + ((halves >> 9) & Uint32(0x00010001))) >> 9
+    codes = (rounded & Uint32(0x00070007)) | ((rounded >> 3) & Uint32(0x00080008))
+    return (codes | (codes >> 12)) & Uint32(0xFF)
 
 
 def fp8_word(values, inverse):

@@ -189,6 +189,13 @@ def store_global_u32(address, word):
     asm("st.global.u32 [$0], $1;", (Int64(address), word))
 
 
+def store_global_words(address, words):
+    """One word, or two as one store."""
+    if len(words) == 1:
+        return store_global_u32(address, words[0])
+    asm("st.global.v2.u32 [$0], {$1,$2};", (Int64(address), *words))
+
+
 def store_global_u16(address, word):
     asm("{ .reg .b16 t; cvt.u16.u32 t, $1; st.global.b16 [$0], t; }", (Int64(address), word))
 
@@ -283,6 +290,16 @@ def norm_pair(pair, gamma, rr):
     code += "and.b32 t, $2, 0xffff0000; mov.b32 d, t; mul.rn.f32 a, a, $3; mul.rn.f32 b, b, $3; "
     code += "mul.rn.f32 a, a, c; mul.rn.f32 b, b, d; cvt.rn.bf16x2.f32 $0, b, a; }"
     return asm(code, (pair, gamma, rr), (Uint32,), pure=True)
+
+
+def f16_pair(low, high):
+    """Both values rounded to fp16, packed."""
+    return asm("cvt.rn.f16x2.f32 $0, $2, $1;", (low, high), (Uint32,), pure=True)
+
+
+def permute(low, high, selector):
+    """Four of the eight bytes of two words; a nibble of `selector` names each."""
+    return asm("prmt.b32 $0, $1, $2, $3;", (low, high, Uint32(selector)), (Uint32,), pure=True)
 
 
 def reciprocal_sqrt(value):

@@ -40,9 +40,11 @@ THREADS = 32 * (WARPS + 1)
 CHUNK = 64  # columns of K per ring slot: one 128-byte swizzle row
 CHUNK_BYTES = 128 * CHUNK * 2
 SHARED_LIMIT = 232448  # bytes per CTA on sm_90
-# Weight chunks whose copies start before the activations have arrived: behind the whole stream the
-# rows would take 3-7 k clocks.
-EARLY_CHUNKS = 7
+# Weight chunks whose copies start at once, and until the barriers are there (1,700 clocks); the
+# others wait until the activations have arrived. Behind the whole stream these would take 3-7 k
+# clocks, and the stream must not run dry meanwhile: docs/performance.md has what else was tried.
+EARLY_CHUNKS = 2
+MIDDLE_CHUNKS = 4
 FIRST_CHUNKS = 4  # of the first piece of y; the partial sums take their place in y
 MAGNITUDES = 0x7FFF7FFF  # of two packed bf16
 
@@ -84,7 +86,6 @@ class SplitK:
             }
         )
         assert self.shared.nbytes() <= SHARED_LIMIT
-        assert self.ring + 2 <= 32  # a lane per barrier that expects bytes
         self.pieces = -(-self.half_k // 256)  # of 16 bytes per lane and row
         self.deal_finished_rows()
 
@@ -147,24 +148,21 @@ class SplitK:
         if warp == WARPS:
             with cute.arch.elect_one():  # by all lanes it would take 2,000 clocks
                 cpasync.prefetch_descriptor(atom)
-                self.initialise_barriers(shared, ("bar_squares", "bar_sums"))
-            cute.arch.sync_warp()
-            # Expected bytes, one barrier per lane (the initialisation would be a loop over the
-            # lanes)
-            nbytes = Int32(CHUNK_BYTES)
-            if lane == self.ring:
-                nbytes = CLUSTER * 4 * (own + others) + 2 * self.half_k
-            if lane == self.ring + 1:
-                nbytes = own * 512
-            if lane < self.ring + 2:
-                ptx.mbarrier_expect(shared["bars"] + 8 * lane, nbytes)
-            cute.arch.sync_warp()
-            ptx.cluster_arrive_relaxed()
             cute.arch.griddepcontrol_wait()
             layer, inside = chosen_layer(arguments)
             bars = cute.recast_ptr(pointers["bars"], dtype=Uint64)
             source, target = self.weight_copies(atom, coordinates, pointers, arguments, layer, head)
+            policy = ptx.evict_first_policy()
+            for chunk in cutlass.range_constexpr(EARLY_CHUNKS):
+                self.open_slot(shared, chunk)
+                self.copy_chunk(atom, source, target, bars, policy, part, chunk)
             with cute.arch.elect_one():
+                ptx.mbarrier_init(shared["bar_squares"], 1)
+                ptx.mbarrier_init_fence()
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                nbytes = CLUSTER * 4 * (own + others) + 2 * self.half_k  # squares and gamma
+                ptx.mbarrier_expect(shared["bar_squares"], nbytes)
                 q_norm = arguments.q_norm + Int64(layer) * arguments.q_norm_layer_stride
                 ptx.bulk_copy(
                     shared["gamma"],
@@ -172,12 +170,15 @@ class SplitK:
                     2 * self.half_k,
                     shared["bar_squares"],
                 )
-            policy = ptx.evict_first_policy()
-            for chunk in cutlass.range_constexpr(EARLY_CHUNKS):
+            cute.arch.sync_warp()
+            for slot in cutlass.range_constexpr(EARLY_CHUNKS, self.ring):
+                self.open_slot(shared, slot)
+            ptx.cluster_arrive_relaxed()
+            ptx.cluster_wait()  # warp 0 has initialised the other barriers
+            for chunk in cutlass.range_constexpr(EARLY_CHUNKS, MIDDLE_CHUNKS):
                 self.copy_chunk(atom, source, target, bars, policy, part, chunk)
-            ptx.cluster_wait()
             cute.arch.barrier(barrier_id=BARRIER_ROWS_LANDED, number_of_threads=THREADS)
-            for chunk in cutlass.range_constexpr(EARLY_CHUNKS, self.ring):
+            for chunk in cutlass.range_constexpr(MIDDLE_CHUNKS, self.ring):
                 self.copy_chunk(atom, source, target, bars, policy, part, chunk)
             for chunk in cutlass.range_constexpr(self.ring, self.chunks):
                 self.reopen_slot(shared, chunk)
@@ -188,6 +189,8 @@ class SplitK:
         else:
             cute.arch.griddepcontrol_wait()
             x = self.load_rows(arguments, part, rows, warp, lane)
+            if warp == 0:
+                self.initialise_barriers(shared, self.ring, own)
             ptx.cluster_arrive_relaxed()
             raw_weights = self.load_head_weights(arguments, own_row, head, warp, lane)
             ptx.cluster_wait()  # both CTAs' barriers are initialised
@@ -202,16 +205,36 @@ class SplitK:
             self.exchange(accumulator, shared, part, own, others, warp, lane)
             self.finish(arguments, shared, raw_weights, own_row, own, head, heads, warp, lane)
 
-    def initialise_barriers(self, shared, others):
-        """The ring's, which the warps release, the one that opens the place of the sums to both
-        CTAs, and those named; by one lane."""
-        for slot in range(self.ring):
+    @cute.jit
+    def open_slot(self, shared, slot: cutlass.Constexpr):
+        """Initialises the barrier of one slot and expects its bytes. In front of its first copy,
+        because all barriers in front of all copies took 900 clocks."""
+        with cute.arch.elect_one():
             ptx.mbarrier_init(shared["bars"] + 8 * slot, 1)
-            ptx.mbarrier_init(shared["bar_empty"] + 8 * slot, WARPS)
-        ptx.mbarrier_init(shared["bar_free"], CLUSTER * WARPS)
-        for name in others:
-            ptx.mbarrier_init(shared[name], 1)
-        ptx.mbarrier_init_fence()
+            ptx.mbarrier_init_fence()
+        cute.arch.sync_warp()  # the assembler lets the whole warp initialise
+        with cute.arch.elect_one():
+            ptx.mbarrier_expect(shared["bars"] + 8 * slot, self.slot_bytes)
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def initialise_barriers(self, shared, first: cutlass.Constexpr, own):
+        """Those of the ring from slot `first` on, and those that no copy from memory needs, while
+        the first copies are on their way. By one lane: by several it would be a loop over them."""
+        with cute.arch.elect_one():
+            for slot in cutlass.range_constexpr(self.ring):
+                if cutlass.const_expr(slot >= first):
+                    ptx.mbarrier_init(shared["bars"] + 8 * slot, 1)
+                ptx.mbarrier_init(shared["bar_empty"] + 8 * slot, WARPS)
+            ptx.mbarrier_init(shared["bar_free"], CLUSTER * WARPS)
+            ptx.mbarrier_init(shared["bar_sums"], 1)
+            ptx.mbarrier_init_fence()
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            for slot in cutlass.range_constexpr(first, self.ring):
+                ptx.mbarrier_expect(shared["bars"] + 8 * slot, self.slot_bytes)
+            ptx.mbarrier_expect(shared["bar_sums"], own * 512)
+        cute.arch.sync_warp()
 
     @cute.jit
     def reopen_slot(self, shared, chunk: cutlass.Constexpr):
@@ -447,16 +470,17 @@ class SplitK:
             for p in cutlass.range_constexpr(self.passes):
                 local = self.finished_row(p, warp, lane)
                 index = Int64(own_row + local) * heads + head
+                codes = [
+                    fp4_codes(widen_pairs(pairs), inverse, converts=False)
+                    for pairs, (_, inverse) in zip(words[p], scales[p], strict=True)
+                ]
+                codes = gathered_codes(codes, lane)
+                exponents = gathered_exponents([exponent for exponent, _ in scales[p]])
                 if local < own:
-                    for i in cutlass.range_constexpr(groups):
-                        exponent, inverse = scales[p][i]
-                        word = fp4_codes(widen_pairs(words[p][i]), inverse, converts=False)
-                        column = 2 * sub + 2 * lanes * i  # in bytes
-                        ptx.store_global_u16(arguments.query + index * 64 + column, word)
-                        if sub % 8 == 0:
-                            group = arguments.query_scale + index * 4 + sub // 8 + lanes // 8 * i
-                            ptx.store_global_u8(group, exponent)
+                    byte = 64 // groups * (sub % groups) + 2 * groups * (sub // groups)
+                    ptx.store_global_words(arguments.query + index * 64 + byte, codes)
                     if sub == 0:
+                        ptx.store_global_u32(arguments.query_scale + index * 4, exponents)
                         store_weight(arguments, index, raw_weights[p], Float32(1))
         else:
             scales = [fp8_scale(row_max(amax[p], lanes)) for p in range(self.passes)]
@@ -507,3 +531,33 @@ def fp4_group_scales(maxima):
         both = lane_max(low | (high << 16), (1, 2, 4), ptx.max_u16x2)
         scales += [fp4_scale(both << 16), fp4_scale(both & Uint32(0xFFFF0000))]
     return scales
+
+
+def gathered_codes(codes, lane):
+    """From `codes[i]`, 16 bits for every i = 0 .. n - 1 in each of n = 2 or 4 neighbouring lanes:
+    those of i = this lane's number among them, in the order of the lanes, as n / 2 words.
+
+    Stored one by one, 8 lanes would write half a sector of memory at a time."""
+    odd = lane & 1
+    swap = 0x5410 - odd * (0x5410 - 0x3276)  # low halves, or the high ones in the other order
+    halves = []
+    for low, high in zip(codes[::2], codes[1::2], strict=True):
+        both = ptx.permute(low, high, 0x5410)
+        halves.append(ptx.permute(both, cute.arch.shuffle_sync_bfly(both, 1), swap))
+    if len(halves) == 1:
+        return halves
+    upper = (lane >> 1) & 1
+    own = 0x3210 + upper * 0x4444  # the first word, or the second
+    other = 0x7654 - upper * 0x4444
+    theirs = cute.arch.shuffle_sync_bfly(ptx.permute(*halves, other), 2)
+    return [ptx.permute(halves[0], theirs, own), ptx.permute(theirs, halves[1], own)]
+
+
+def gathered_exponents(exponents):
+    """The bytes of a row's four groups in one word, in the first of its lanes: this has all four,
+    or the first and the third."""
+    if len(exponents) == 4:
+        low, high = (a | (b << 8) for a, b in zip(exponents[::2], exponents[1::2], strict=True))
+        return low | (high << 16)
+    both = exponents[0] | (exponents[1] << 16)
+    return both | (cute.arch.shuffle_sync_bfly(both, 8) << 8)

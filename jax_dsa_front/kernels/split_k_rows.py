@@ -10,7 +10,7 @@ keys.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint64
+from cutlass import BFloat16, Float32, Uint64
 from cutlass.cute.nvgpu import cpasync
 
 from . import ptx
@@ -49,7 +49,6 @@ class SplitKRows(SplitK):
             }
         )
         assert self.shared.nbytes() <= SHARED_LIMIT
-        assert self.ring + 1 <= 32  # a lane per barrier that expects bytes
 
     @cute.jit
     def __call__(self, arguments: FrontArguments, stream):
@@ -100,23 +99,16 @@ class SplitKRows(SplitK):
             with cute.arch.elect_one():
                 cpasync.prefetch_descriptor(atom)
                 cpasync.prefetch_descriptor(row_atom)
-                self.initialise_barriers(shared, ("bar_sums",))
-            cute.arch.sync_warp()
-            nbytes = Int32(self.slot_bytes)
-            if lane == self.ring:
-                nbytes = own * 512
-            if lane < self.ring + 1:
-                ptx.mbarrier_expect(shared["bars"] + 8 * lane, nbytes)
-            cute.arch.sync_warp()
-            ptx.cluster_arrive_relaxed()
             layer, _ = chosen_layer(arguments)
             bars = cute.recast_ptr(pointers["bars"], dtype=Uint64)
             source, target = self.weight_copies(atom, coordinates, pointers, arguments, layer, head)
             rows = self.row_copies(row_atom, row_coordinates, pointers, (own_row, peer_row))
             policy = ptx.evict_first_policy()
             for chunk in cutlass.range_constexpr(EARLY_CHUNKS):
+                self.open_slot(shared, chunk)
                 self.copy_chunk(atom, source, target, bars, policy, part, chunk)
-            ptx.cluster_wait()
+            ptx.cluster_arrive_relaxed()
+            ptx.cluster_wait()  # warp 0 has initialised the other barriers
             cute.arch.griddepcontrol_wait()
             for chunk in cutlass.range_constexpr(self.ring):
                 self.copy_rows(row_atom, rows, bars, part, chunk)
@@ -134,6 +126,8 @@ class SplitKRows(SplitK):
             for row in range(cta, arguments.batch, CLUSTER * tiles * heads):
                 insert_key(arguments, row, layer, inside, lane)
         else:
+            if warp == 0:
+                self.initialise_barriers(shared, EARLY_CHUNKS, own)
             ptx.cluster_arrive_relaxed()
             raw_weights = self.load_head_weights(arguments, own_row, head, warp, lane)
             ptx.cluster_wait()  # both CTAs' barriers are initialised

@@ -126,33 +126,19 @@ class SplitN:
     @cute.jit
     def produce(self, arguments, shared, part, head, heads, tile, rows, lane):
         weights, bars = shared["weights"], shared["bars"]
-        with cute.arch.elect_one():
-            for bar in cutlass.range_constexpr(BARS):
-                ptx.mbarrier_init(bars + 8 * bar, 1)
-            ptx.mbarrier_init_fence()
-        cute.arch.sync_warp()
-        # Expected bytes, one barrier per lane (the initialisation would be a loop over the lanes)
-        nbytes = Int32(2 * self.copy_bytes)
-        if lane == BAR_GAMMA:
-            nbytes = Int32(2 * self.k)
-        if lane == BAR_ROWS:
-            nbytes = 2 * self.k * rows
-        if lane == BAR_PEAKS:
-            nbytes = CLUSTER * 4 * rows
-        if lane < BARS:
-            ptx.mbarrier_expect(bars + 8 * lane, nbytes)
-        cute.arch.sync_warp()
-        ptx.cluster_arrive_relaxed()
         cute.arch.griddepcontrol_wait()
         layer, inside = chosen_layer(arguments)
         first_row = layer * arguments.wq_b_layer_rows + head * 128 + part * ROWS
         source = arguments.wq_b + Int64(first_row) * (2 * self.k)
         policy = ptx.evict_first_policy()
+        # Before the first copy its barrier alone: an initialisation takes some 40 clocks.
+        self.initialise_barriers(bars, {0: 2 * self.copy_bytes})
         with cute.arch.elect_one():
-            q_norm = arguments.q_norm + Int64(layer) * arguments.q_norm_layer_stride
-            ptx.bulk_copy(shared["gamma"], q_norm, 2 * self.k, bars + 8 * BAR_GAMMA)
             self.copy_weights(weights, source, bars, policy, 0, EARLY_COPIES)
-        ptx.cluster_wait()  # the peers' barriers are initialised
+        bytes_of_rows = {BAR_ROWS: 2 * self.k * rows, BAR_PEAKS: CLUSTER * 4 * rows}
+        self.initialise_barriers(bars, bytes_of_rows)
+        ptx.cluster_arrive_relaxed()
+        ptx.cluster_wait()  # all barriers are initialised, the peers' too
         quarter = 2 * self.k // CLUSTER  # bytes of a row
         with cute.arch.elect_one():
             target = shared["rows"] + part * quarter
@@ -162,6 +148,8 @@ class SplitN:
                 ptx.bulk_copy_multicast(target, x, quarter, bars + 8 * BAR_ROWS, 2**CLUSTER - 1)
                 target = target + self.row_pitch
                 x = x + arguments.projected_pitch
+            q_norm = arguments.q_norm + Int64(layer) * arguments.q_norm_layer_stride
+            ptx.bulk_copy(shared["gamma"], q_norm, 2 * self.k, bars + 8 * BAR_GAMMA)
             self.copy_weights(weights, source, bars, policy, EARLY_COPIES, LATE_COPIES)
         cute.arch.barrier(barrier_id=BARRIER_ROWS_READ, number_of_threads=THREADS)
         with cute.arch.elect_one():
@@ -171,6 +159,20 @@ class SplitN:
             (tile * heads + head) * CLUSTER + part, arguments.batch, CLUSTER * heads * tiles
         ):
             insert_key(arguments, row, layer, inside, lane, self.converts_fp4)
+
+    @cute.jit
+    def initialise_barriers(self, bars, nbytes):
+        """Those that are keys of `nbytes`, which they expect. By one lane, because by several it
+        would be a loop over them."""
+        with cute.arch.elect_one():
+            for bar in nbytes:
+                ptx.mbarrier_init(bars + 8 * bar, 1)
+            ptx.mbarrier_init_fence()
+        cute.arch.sync_warp()  # the assembler lets the whole warp initialise
+        with cute.arch.elect_one():
+            for bar, expected in nbytes.items():
+                ptx.mbarrier_expect(bars + 8 * bar, expected)
+        cute.arch.sync_warp()
 
     def copy_weights(self, weights, source, bars, policy, first, last):
         """Starts copies `first` to `last` - 1; two of them share a barrier."""
@@ -192,6 +194,9 @@ class SplitN:
         columns = (
             warp * (self.k // WARPS * 2) + quad * 16
         )  # byte offset of this lane's first 8 columns
+        if warp == 0:
+            pairs = dict.fromkeys(range(1, COPIES // 2), 2 * self.copy_bytes)
+            self.initialise_barriers(bars, {**pairs, BAR_GAMMA: 2 * self.k})
         ptx.cluster_arrive_relaxed()
         cute.arch.griddepcontrol_wait()
         raw_weight = load_head_weight(
