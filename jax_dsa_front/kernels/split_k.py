@@ -85,9 +85,15 @@ class SplitK:
                 "bars": ((2 * self.ring + 3) * 8, 8),
             }
         )
-        assert self.shared.nbytes() <= SHARED_LIMIT
+        self.check_ring()
+        assert self.ring >= MIDDLE_CHUNKS
         self.pieces = -(-self.half_k // 256)  # of 16 bytes per lane and row
         self.deal_finished_rows()
+
+    def check_ring(self):
+        assert self.shared.nbytes() <= SHARED_LIMIT
+        assert (self.chunks - 1) // self.ring <= 2  # else the parities of `reopen_slot` pass 1
+        assert 0 < self.reuse_chunk < self.chunks  # else nobody opens the place of the sums
 
     def deal_finished_rows(self):
         """How the CTA's half of the tile is dealt to its lanes in the end: in one pass if a row can

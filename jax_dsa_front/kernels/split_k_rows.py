@@ -48,7 +48,7 @@ class SplitKRows(SplitK):
                 "bars": ((2 * self.ring + 2) * 8, 8),
             }
         )
-        assert self.shared.nbytes() <= SHARED_LIMIT
+        self.check_ring()
 
     @cute.jit
     def __call__(self, arguments: FrontArguments, stream):
