@@ -1,10 +1,10 @@
 // The XLA FFI handler behind jax_dsa_front.index_front: verifies what memory safety depends on, then launches.
 #include <cuda.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <string>
-#include <vector>
 
 #include "front_launch.h"
 #include "front_params.h"
@@ -19,34 +19,48 @@ namespace ffi = xla::ffi;
 constexpr int64_t kHeadDim = 128;
 enum CacheFormat : int32_t { kFormatFp8 = 0, kFormatMxfp8 = 1, kFormatMxfp4 = 2 };
 
-// Collects the first violated rule; later checks then do nothing.
+using Extents = ffi::Span<const int64_t>;
+
+bool Equal(Extents got, std::initializer_list<int64_t> expected) {
+  return got.size() == expected.size() && std::equal(expected.begin(), expected.end(), got.begin());
+}
+
+std::string Listed(const int64_t* extents, size_t count) {
+  std::string list;
+  for (size_t i = 0; i < count; ++i) list += (i ? ", " : "") + std::to_string(extents[i]);
+  return "(" + list + ")";
+}
+
+// Collects the first violated rule; later checks then do nothing. Messages are made of violations alone: made of every
+// check, they took 7 us of each call.
 class Checker {
  public:
   template <typename Buffer>
   void Shape(const char* name, const Buffer& buffer, ffi::DataType dtype, std::initializer_list<int64_t> expected) {
-    const auto dims = buffer.dimensions();
-    bool same = buffer.element_type() == dtype && dims.size() == expected.size();
-    size_t i = 0;
-    std::string got, want;
-    for (int64_t extent : expected) {
-      same = same && dims[i] == extent;
-      want += (i++ ? ", " : "") + std::to_string(extent);
-    }
-    for (size_t j = 0; j < dims.size(); ++j) got += (j ? ", " : "") + std::to_string(dims[j]);
-    Require(same, std::string(name) + " must have type " + std::to_string(int(dtype)) + " and shape (" + want +
-                      "), got type " + std::to_string(int(buffer.element_type())) + " and shape (" + got + ")");
+    const Extents dims = buffer.dimensions();
+    if (!ok() || (buffer.element_type() == dtype && Equal(dims, expected))) return;
+    Fail(std::string(name) + " must have type " + std::to_string(int(dtype)) + " and shape " +
+         Listed(expected.begin(), expected.size()) + ", got type " + std::to_string(int(buffer.element_type())) +
+         " and shape " + Listed(dims.begin(), dims.size()));
   }
   void Aligned(const char* name, const void* address, uintptr_t bytes) {
-    Require(reinterpret_cast<uintptr_t>(address) % bytes == 0,
-            std::string(name) + " must be aligned to " + std::to_string(bytes) + " bytes");
+    if (reinterpret_cast<uintptr_t>(address) % bytes == 0) return;
+    Fail(std::string(name) + " must be aligned to " + std::to_string(bytes) + " bytes");
   }
-  void Require(bool holds, const std::string& message) {
-    if (!holds && error_.empty()) error_ = "jax_dsa_front.index_front: " + message;
+  void Require(bool holds, const char* rule) {
+    if (!holds) Fail(rule);
+  }
+  void Require(bool holds, const char* name, const char* rule) {
+    if (!holds) Fail(std::string(name) + " " + rule);
   }
   bool ok() const { return error_.empty(); }
   ffi::Error error() const { return ffi::Error::InvalidArgument(error_); }
 
  private:
+  void Fail(const std::string& rule) {
+    if (ok()) error_ = "jax_dsa_front.index_front: " + rule;
+  }
+
   std::string error_;
 };
 
@@ -63,8 +77,8 @@ class Stacks {
     const auto dims = buffer.dimensions();
     if (dims.size() != rank_of_layer + 1) return {};
     const int64_t layers = dims[0];
-    check.Require(layers > 0 && (layers_ == 0 || layers_ == layers),
-                  std::string(name) + " must have as many layers as the other stacked operands");
+    check.Require(layers > 0 && (layers_ == 0 || layers_ == layers), name,
+                  "must have as many layers as the other stacked operands");
     layers_ = layers;
     return {layers, layers > 0 ? int64_t(buffer.size_bytes()) / layers : 0};
   }
@@ -74,9 +88,11 @@ class Stacks {
   int64_t layers_ = 0;
 };
 
-std::vector<int64_t> Tail(const ffi::AnyBuffer& buffer, const Stack& stack) {
-  const auto dims = buffer.dimensions();
-  return std::vector<int64_t>(dims.begin() + (stack.layers ? 1 : 0), dims.end());
+// The extents of one layer.
+Extents Tail(const ffi::AnyBuffer& buffer, const Stack& stack) {
+  const Extents dims = buffer.dimensions();
+  const size_t lead = stack.layers ? 1 : 0;
+  return Extents(dims.begin() + lead, dims.size() - lead);
 }
 
 const void* Offset(const void* address, int64_t bytes) { return static_cast<const char*>(address) + bytes; }
@@ -122,8 +138,8 @@ ffi::Error Execute(CUstream stream, int32_t device, ffi::AnyBuffer projected, ff
   const Stack gain_stack = stacks.Of("key_norm_weight", key_norm_weight, 1, check);
   const Stack bias_stack = stacks.Of("key_norm_bias", key_norm_bias, 1, check);
   const Stack cache_stack = stacks.Of("cache", cache, 3, check);
-  const auto wq_b_dims = Tail(wq_b, wq_b_stack);
-  const auto cache_dims = Tail(cache, cache_stack);
+  const Extents wq_b_dims = Tail(wq_b, wq_b_stack);
+  const Extents cache_dims = Tail(cache, cache_stack);
   check.Require(wq_b_dims.size() == 2 && wq_b_dims[0] % kHeadDim == 0, "wq_b must have shape ([L,] H * 128, K)");
   check.Require(cache_dims.size() == 3, "cache must have shape ([L,] pages, page_size, bytes)");
   if (!check.ok()) return check.error();
@@ -143,9 +159,9 @@ ffi::Error Execute(CUstream stream, int32_t device, ffi::AnyBuffer projected, ff
                     cache.element_type() == ffi::U8 && key_norm_weight.element_type() == ffi::F32 &&
                     key_norm_bias.element_type() == ffi::F32,
                 "q_norm and wq_b must be bf16, key_norm_weight and key_norm_bias f32, cache u8");
-  check.Require(Tail(q_norm, q_norm_stack) == std::vector<int64_t>{k}, "q_norm must have shape ([L,] K)");
-  check.Require(Tail(key_norm_weight, gain_stack) == std::vector<int64_t>{kHeadDim} &&
-                    Tail(key_norm_bias, bias_stack) == std::vector<int64_t>{kHeadDim},
+  check.Require(Equal(Tail(q_norm, q_norm_stack), {k}), "q_norm must have shape ([L,] K)");
+  check.Require(Equal(Tail(key_norm_weight, gain_stack), {kHeadDim}) &&
+                    Equal(Tail(key_norm_bias, bias_stack), {kHeadDim}),
                 "key_norm_weight and key_norm_bias must have shape ([L,] 128)");
   check.Require(cache_dims[2] == (mxfp4 ? 68 : 132), "cache rows must have 132 bytes, or 68 for mxfp4");
   auto scratch = more.get<ffi::AnyBuffer>(more.size() - 1);

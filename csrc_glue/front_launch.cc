@@ -15,14 +15,19 @@ std::string DriverError(const Driver& driver, CUresult status, const char* call)
 
 int64_t Tiles(const Kernel& kernel, int32_t batch) { return (int64_t{batch} + kernel.tile - 1) / kernel.tile; }
 
-// The first kernel whose grid runs in one wave, else the last: a second wave costs more than a larger tile.
+// The one for small batches up to its limit, whatever the number of heads: its sums have an order of their own, and a
+// shard of the heads must give the bits that the whole gives. Above, where all add in one order, the first whose grid
+// runs in one wave, else the last: a second wave costs more than a larger tile.
 const Kernel& ChooseKernel(const KernelSet& set, int32_t batch, int32_t heads) {
   const Kernel* last = nullptr;
   for (int32_t i = 0; i < set.count; ++i) {
     const Kernel& kernel = set.kernels[i];
     if (kernel.schedule == kRowNorm) continue;
-    const bool in_range = kernel.max_batch == 0 || batch <= kernel.max_batch;
-    if (in_range && Tiles(kernel, batch) * heads <= kernel.clusters_per_wave) return kernel;
+    if (kernel.max_batch != 0) {
+      if (batch <= kernel.max_batch) return kernel;
+      continue;
+    }
+    if (Tiles(kernel, batch) * heads <= kernel.clusters_per_wave) return kernel;
     last = &kernel;
   }
   return *last;

@@ -51,8 +51,11 @@ def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
 def positive_float(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (float, int, np.floating, np.integer)):
         raise TypeError(f"{name} must be a Python float, got {type(value).__name__}")
-    with np.errstate(over="ignore", under="ignore"):
-        rounded = np.float32(value)
+    try:
+        with np.errstate(over="ignore", under="ignore"):
+            rounded = np.float32(value)
+    except OverflowError:  # of an int that no float can hold
+        rounded = np.float32(np.inf)
     if not (np.isfinite(rounded) and rounded > 0):
         raise ValueError(f"{name} must be positive and finite in float32, got {value}")
     return float(value)

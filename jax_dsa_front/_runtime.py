@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib
 import os
+import re
 import sys
 import threading
 import traceback
@@ -180,8 +181,9 @@ def _driver() -> ModuleType:
     try:
         _check(driver, driver.cuInit(0))
     except (RuntimeError, OSError) as error:
+        reason = re.split(r"\.?\s*\n|\.\s|\.$", str(error), maxsplit=1)[0]  # its first sentence
         raise KernelUnavailableError(
-            f"the NVIDIA driver (libcuda) cannot be used: {error}"
+            f"the NVIDIA driver (libcuda) cannot be used ({reason})"
         ) from error
     version = _check(driver, driver.cuDriverGetVersion())
     if version < MINIMUM_DRIVER:

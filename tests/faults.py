@@ -87,8 +87,10 @@ HANDLER_FAULTS = {
 
 
 def assert_sentence(text, says):
-    """One line that says what is wrong, in words: neither a traceback nor a bare exception."""
+    """One line and one sentence that says what is wrong, in words: neither a traceback nor a bare
+    exception."""
     text = text.strip()
     assert re.search(says, text), text
     assert "\n" not in text and "Traceback" not in text, text
+    assert not re.search(r"[.!?]( |;|$)", text), f"more than one sentence: {text}"
     assert not re.search(r"\b(FileNotFound|JSONDecode|OS|Attribute|Key|Type)Error\b", text), text

@@ -82,15 +82,16 @@ def layer_scan(projected, weights, cache, fmt):
 
 
 def token_and_layer_scan(projected, weights, cache, fmt):
-    return lax.scan(
-        lambda cache, _: (layer_scan(projected, weights, cache, fmt)[0], None), cache, length=3
-    )
+    return lax.scan(lambda cache, _: layer_scan(projected, weights, cache, fmt), cache, length=3)
 
 
 def unrolled_layers(projected, weights, cache, fmt):
+    queries = []
     for layer in range(LAYERS):
-        cache = step(projected, weights, cache, jnp.arange(BATCH), layer, fmt).cache
-    return cache
+        front = step(projected, weights, cache, jnp.arange(BATCH), layer, fmt)
+        cache = front.cache
+        queries.append(front.query)
+    return cache, queries
 
 
 def nested_jit(projected, weights, cache, fmt):

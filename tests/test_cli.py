@@ -3,7 +3,9 @@
 import importlib.metadata
 import pathlib
 import re
+import subprocess
 import sys
+import sysconfig
 
 import jax
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 
 import jax_dsa_front as dsa
 from jax_dsa_front import _cli, _demo, _recorded, _runtime, _variants
-from processes import run_python
+from processes import TESTS, run_python
 
 MODULE = "import runpy; runpy.run_module('jax_dsa_front', run_name='__main__', alter_sys=True)"
 # What only the extra `test` installs is not there for the newcomer.
@@ -30,6 +32,18 @@ def assert_plain(text):
 def test_the_script_is_this_function():
     (script,) = importlib.metadata.entry_points(group="console_scripts", name="jax-dsa-front")
     assert script.load() is _cli.main
+
+
+def test_the_script_runs_the_installed_package():
+    """Also where the source tree is the working directory."""
+    script = pathlib.Path(sysconfig.get_path("scripts")) / "jax-dsa-front"
+    done = subprocess.run(
+        [script, "info"], cwd=TESTS.parent, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    (folder,) = re.findall(r"^ *installed in +(.*)$", done.stdout, re.M)
+    assert pathlib.Path(folder) == pathlib.Path(dsa.__file__).parent
+    assert not pathlib.Path(folder).is_relative_to(TESTS.parent)
 
 
 def test_demo(tmp_path):

@@ -40,10 +40,11 @@ def assert_like_one_page(cache, slots, projected, weights, fmt, layer=None):
     assert np.asarray(count(cache)).sum() == np.asarray(count(want)).sum()
 
 
-def test_last_layer_of_stacks_past_4_gib():
+@pytest.mark.parametrize("batch", [4, 40, 300])  # split_n, split_k, two launches
+def test_last_layer_of_stacks_past_4_gib(batch):
     """Layers of the cache and of wq_b that start past 2**32 bytes."""
     layers, pages = 350, 1500  # 4.4 GB of weights with 32 heads' worth of rows, 4.4 GB of cache
-    projected, (gamma, _, *norm), _ = small.operands(seed=7, pages=1, k=K)
+    projected, (gamma, _, *norm), _ = small.operands(seed=7, pages=1, k=K, batch=batch)
     heads = 32
     wq_b = jax.random.normal(jax.random.key(0), (heads * 128, K), jnp.bfloat16)
     stack = jnp.zeros((layers, heads * 128, K), jnp.bfloat16)
@@ -51,7 +52,7 @@ def test_last_layer_of_stacks_past_4_gib():
     cache = jnp.zeros((layers, pages, small.PAGE, 132), jnp.uint8)
     assert stack.nbytes > 2**32 and cache.nbytes > 2**32
     projected = jnp.pad(projected, ((0, 0), (0, heads - small.HEADS)), constant_values=1)
-    slots = jnp.array([pages * small.PAGE - 1, pages * small.PAGE, -1, 5], jnp.int32)
+    slots = jnp.full(batch, -1).at[:3].set([pages * small.PAGE - 1, pages * small.PAGE, 5])
     step = jax.jit(functools.partial(small.step, implementation="cuda"), donate_argnums=2)
     front = step(projected, (gamma, stack, *norm), cache, slots, jnp.int32(layers - 1))
     plain = small.step(

@@ -54,10 +54,13 @@ def same(left, right):
     return jnp.all(jnp.stack([jnp.all(a == b) for a, b in pairs]))
 
 
-@pytest.mark.parametrize("fmt", ["fp8", "mxfp8", "mxfp4"])
-def test_thousand_replays_equal_eager_calls(fmt):
+@pytest.mark.parametrize(
+    ("fmt", "batch"),  # one batch for each way to launch: split_n, split_k, two launches
+    [("fp8", 4), ("mxfp8", 4), ("mxfp4", 4), ("fp8", 16), ("mxfp4", 16), ("fp8", 300)],
+)
+def test_thousand_replays_equal_eager_calls(fmt, batch):
     """Inputs, slots and layer vary; six kernels around the call make XLA record a graph."""
-    base, weights, cache = operands(stacked=True, fmt=fmt, pages=8)
+    base, weights, cache = operands(stacked=True, fmt=fmt, pages=8, batch=batch)
     rng = np.random.default_rng(0)
 
     def step(projected, weights, cache, slots, layer):
@@ -70,7 +73,7 @@ def test_thousand_replays_equal_eager_calls(fmt):
     eager_cache, equal, pointers = jnp.copy(cache), [], set()
     for i in range(1000):
         projected = roll(base, i, jnp.bfloat16(2.0 ** (i % 5)))
-        slots = rng.integers(-2, 8 * small.PAGE + 2, small.BATCH)
+        slots = rng.integers(-2, 8 * small.PAGE + 2, batch)
         slots[0] = i % 500
         slots = jnp.asarray(distinct(slots))
         layer = jnp.int32(i % small.LAYERS)
@@ -89,33 +92,48 @@ def distinct(slots):
     return np.where(np.isin(np.arange(len(slots)), first), slots, -1).astype(np.int32)
 
 
-def test_weights_written_by_the_kernel_before_are_seen():
-    """wq_b comes from a cast right in front of the call: nothing is read before it is complete."""
-    projected, (gamma, wq_b, *norm), cache = operands(pages=2)
-    slots = jnp.arange(small.BATCH)
-    wide = wq_b.astype(jnp.float32)
+@pytest.mark.parametrize(("batch", "tries"), [(4, 4000), (16, 1000), (300, 1000)])
+def test_what_the_kernel_before_has_written_is_seen(batch, tries):
+    """wq_b, the rows with keys and head weights, and the slots are made right in front of the call:
+    nothing is read before it is complete."""
+    projected, (gamma, wq_b, *norm), cache = operands(pages=8, batch=batch)
+    wide = projected.astype(jnp.float32), wq_b.astype(jnp.float32)
 
-    @jax.jit
-    def chained(wide, scale):
-        made = lax.optimization_barrier((wide * scale).astype(jnp.bfloat16))
-        return small.step(projected, (gamma, made, *norm), cache, slots)
+    def made(wide, scale, shift):
+        rows, matrix = ((array * scale).astype(jnp.bfloat16) for array in wide)
+        return rows, matrix, jnp.arange(batch) + shift
 
-    prepare = jax.jit(lambda wide, scale: (wide * scale).astype(jnp.bfloat16))
-    scales = [jnp.float32(1 + i / 64) for i in range(32)]
-    made = [prepare(wide, scale) for scale in scales]
-    want = [small.step(projected, (gamma, m, *norm), cache, slots) for m in made]
-    equal = [same(chained(wide, scales[i % 32]), want[i % 32]) for i in range(4000)]
+    def call(rows, matrix, slots):
+        return small.step(rows, (gamma, matrix, *norm), cache, slots)
+
+    chained = jax.jit(lambda *arguments: call(*lax.optimization_barrier(made(*arguments))))
+    arguments = [(wide, jnp.float32(1 + i / 64), jnp.int32(3 * i)) for i in range(32)]
+    want = [call(*jax.jit(made)(*a)) for a in arguments]
+    equal = [same(chained(*arguments[i % 32]), want[i % 32]) for i in range(tries)]
     assert np.asarray(jnp.stack(equal)).all()
 
 
-def test_caller_who_does_not_donate_keeps_the_cache():
-    projected, weights, cache = operands(seed=1)
-    before = np.asarray(cache).copy()
-    compiled = jax.jit(small.step).lower(projected, weights, cache, jnp.arange(4)).compile()
-    assert_in_place(compiled, small.layer_bytes(cache), copies=["copy"])
-    out = compiled(projected, weights, cache, jnp.arange(4))
-    assert_equal(cache, before, "the caller's cache")
-    assert (np.asarray(out.cache) != before).any()
+@pytest.mark.parametrize("program", [small.plain, small.token_scan, small.layer_scan])
+def test_caller_who_does_not_donate_keeps_the_cache(program):
+    """One copy, in front of any loop; the results are the same."""
+    args = operands(seed=1, stacked=program in small.STACKED)
+    before = np.asarray(args[2]).copy()
+    compiled = jax.jit(program, static_argnums=3).lower(*args, "fp8").compile()
+    assert_in_place(compiled, small.layer_bytes(args[2]), copies=["copy"])
+    entry = compiled.as_text().split("\nENTRY ")[1]
+    assert len(touched(entry, small.layer_bytes(args[2]))) == 1, "the copy is inside a loop"
+    with jax.disable_jit():
+        want = jax.tree.leaves(program(*args, "fp8"))
+    for left, right in zip(jax.tree.leaves(compiled(*args)), want, strict=True):
+        assert_equal(left, right, program.__name__)
+    assert_equal(args[2], before, "the caller's cache")
+
+
+def test_debug_nans_accepts_finite_input():
+    args = *operands(), jnp.arange(small.BATCH)
+    want = small.digest(small.step(*args))
+    with jax.debug_nans(True):
+        assert small.digest(jax.jit(small.step)(*args)) == want
 
 
 DIGEST = """
@@ -224,12 +242,23 @@ print(small.digest(program.call(*args)))
 """
 
 
-def test_exported_program_finds_its_kernels(tmp_path):
+@pytest.mark.parametrize("symbolic", [False, True], ids=["fixed batch", "symbolic batch"])
+def test_exported_program_finds_its_kernels(symbolic, tmp_path):
     """Lowered here, run in a process that never lowers ours and imports the package alone."""
     args = *operands(stacked=True), jnp.arange(small.BATCH), jnp.int32(1)
+    if symbolic:
+        (rows,) = jax.export.symbolic_shape("rows")
+        projected, *rest, _, layer = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args
+        )
+        projected, slots = (
+            projected.update(shape=(rows, projected.shape[1])),
+            small.shape(rows, dtype=jnp.int32),
+        )
+        args = projected, *rest, slots, layer
     exported = jax.export.export(
         jax.jit(lambda *args: tuple(jax.tree.leaves(small.step(*args)))),
-        platforms=["cuda"],
+        platforms=["cpu", "cuda"],
         disabled_checks=dsa.export_safety_checks(),
     )(*args)
     (tmp_path / "program").write_bytes(exported.serialize())
@@ -266,4 +295,4 @@ def test_name_in_a_profile(tmp_path):
     with jax.profiler.trace(tmp_path):
         jax.block_until_ready(step(*args))
     (trace,) = tmp_path.rglob("*.xplane.pb")
-    assert b"index_front" in trace.read_bytes()
+    assert b"index_front_sm_" in trace.read_bytes()  # the kernel's own; the operator's is there too

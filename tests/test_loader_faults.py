@@ -94,11 +94,15 @@ def test_a_damaged_package(fault, package, driver):
     ("driver", "says"),
     [
         (FakeDriver(init_error=RuntimeError("Failed to dlopen libcuda.so.1")), "driver.*libcuda"),
+        (
+            FakeDriver(init_error=OSError("it is found via system search. Install it.\nSee ...")),
+            r"driver \(libcuda\) cannot be used \(it is found via system search\)$",
+        ),
         (FakeDriver(init_error=CUresult.CUDA_ERROR_NO_DEVICE), "driver.*CUDA_ERROR_NO_DEVICE"),
         (FakeDriver(version=12020), "too old.*12.2.*12.4"),
         (None, "cuda-python is missing.*pip install"),
     ],
-    ids=["no libcuda", "no device", "driver too old", "no cuda-python"],
+    ids=["no libcuda", "no libcuda, at length", "no device", "driver too old", "no cuda-python"],
 )
 def test_what_the_machine_lacks(driver, says, package, monkeypatch):
     """The same sentence where the implementation is chosen and where kernels are loaded."""
