@@ -32,7 +32,7 @@ std::string Listed(const int64_t* extents, size_t count) {
 }
 
 // Collects the first violated rule; later checks then do nothing. Messages are made of violations alone: made of every
-// check, they took 7 us of each call.
+// check, they took 5 us of each call.
 class Checker {
  public:
   template <typename Buffer>

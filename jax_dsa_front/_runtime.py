@@ -59,6 +59,9 @@ def _refuse_second_copy() -> None:
 _refuse_second_copy()
 
 
+NOT_BUILT = "the package was not built (its {} missing): pip install it, or leave the source tree"
+
+
 class KernelUnavailableError(RuntimeError):
     """One sentence why a kernel cannot be loaded on this machine."""
 
@@ -79,10 +82,7 @@ def register() -> None:
     cannot."""
     global _library, _registration_error
     if not LIBRARY.exists():
-        _registration_error = (
-            "the package was not built (its handler library is missing): pip install it, or leave "
-            "the source tree"
-        )
+        _registration_error = NOT_BUILT.format("handler library is")
         return
     try:
         library = ctypes.CDLL(str(LIBRARY))
@@ -143,10 +143,7 @@ def missing() -> str | None:
     if _registration_error is not None:
         return _registration_error
     if not _variants.MANIFEST.exists():
-        return (
-            "the package was not built (its cubins are missing): pip install it, or leave the "
-            "source tree"
-        )
+        return NOT_BUILT.format("cubins are")
     try:
         _driver()
     except KernelUnavailableError as error:

@@ -40,7 +40,8 @@ def compute_on_the_marked_device(request):
 
 @pytest.fixture
 def several_gpus():
-    """All CUDA devices, for tests of what one device cannot show."""
+    """All CUDA devices, for tests of what one device cannot show. One is enough for the promise of
+    JAX_DSA_FRONT_REQUIRE_GPU, so that without a second the test is skipped."""
     if len(devices := cuda_devices()) < 2:
         pytest.skip("needs two GPUs: JAX has one CUDA device")
     return devices

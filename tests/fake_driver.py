@@ -2,7 +2,7 @@
 
 It answers like the driver of a machine with as many devices as it has compute capabilities: unknown
 symbols are not found, an image that is no ELF file and more shared memory than an SM has are
-refused. Nothing can be launched.
+refused. Nothing can be launched, but for what `entry_points` has addresses of.
 """
 
 import enum
@@ -45,8 +45,16 @@ class FakeDriver:
     CUdevice_attribute = CUfunction_attribute = CUlaunchAttributeID = Names()
     CUlaunchAttribute = CUlaunchConfig = staticmethod(structure)
 
-    def __init__(self, version=13000, capabilities=((9, 0),) * 8, init_error=None):
+    def __init__(
+        self,
+        version=13000,
+        capabilities=((9, 0),) * 8,
+        init_error=None,
+        clusters_per_wave=66,
+        entry_points=(),
+    ):
         self.version, self.capabilities, self.init_error = version, capabilities, init_error
+        self.clusters_per_wave, self.entry_points = clusters_per_wave, dict(entry_points)
         self.contexts = 0  # pushed and not popped
         self.images = []
 
@@ -99,7 +107,7 @@ class FakeDriver:
         return CUresult.CUDA_SUCCESS, kernel
 
     def cuOccupancyMaxActiveClusters(self, function, config):  # noqa: N802
-        return CUresult.CUDA_SUCCESS, 66
+        return CUresult.CUDA_SUCCESS, self.clusters_per_wave
 
     def cuGetProcAddress(self, name, version, flags):  # noqa: N802
-        return CUresult.CUDA_SUCCESS, 0, 0
+        return CUresult.CUDA_SUCCESS, self.entry_points.get(name, 0), 0

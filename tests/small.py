@@ -32,6 +32,21 @@ def operands(seed=0, stacked=False, fmt="fp8", pages=256, k=256, batch=BATCH):
     return normal(batch, k + 128 + HEADS).astype(jnp.bfloat16), weights, jnp.array(cache)
 
 
+def abstract(rows, **keywords):
+    """Shapes of `operands(**keywords)`, stacked, with slots and a layer; `rows` may be symbolic."""
+    projected, weights, cache = operands(stacked=True, **keywords)
+    weights, cache = jax.tree.map(lambda a: shape(*a.shape, dtype=a.dtype), (weights, cache))
+    return shape(rows, projected.shape[1]), weights, cache, shape(rows, dtype=I32), shape(dtype=I32)
+
+
+def by_way_of_six_kernels(rows):
+    """The same rows: an even number of negations, each a kernel of its own, so that XLA records a
+    graph, which takes five in a row."""
+    for _ in range(6):
+        rows = lax.optimization_barrier(-rows)
+    return rows
+
+
 def step(projected, weights, cache, slots, layer=None, fmt="fp8", implementation=None):
     """One call; K follows from the weights, key and head weights stand behind q_a."""
     k = weights[1].shape[-1]

@@ -176,42 +176,29 @@ def test_more_heads_than_a_grid_has_fall_back(monkeypatch):
 
 KERNELS_OF_A_CALL = """
 import ctypes, json, sys
-from jax_dsa_front import _runtime, _variants
-sys.path.insert(0, sys.argv[1])
-from bare import FrontParams
-DEVICE, LAUNCHED = 63, []
+from fake_driver import FakeDriver
+from jax_dsa_front import _runtime
+benchmarks, per_wave, calls = sys.argv[1:]
+sys.path.insert(0, benchmarks)
+from bare import FrontParams, launch_front
+launched = []  # handles
+@ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
 def launch(config, handle, arguments, extra):
-    LAUNCHED.append(handle)
+    launched.append(handle)
     return 0
-launch = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(launch)
 integers, pointers = [ctypes.c_int] * 2, [ctypes.c_void_p] * 5
-encode = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *integers, *pointers, *integers, *integers)
-encode = encode(lambda *_: 0)
-def published(k, per_wave):
-    variants = [v for v in _variants.VARIANTS if (v.arch, v.k) == ("sm_90a", k)]
-    kernels = [
-        _runtime._Kernel(
-            handle=1 + i, schedule=_runtime.SCHEDULES.index(v.schedule), tile=v.tile,
-            max_batch=v.max_batch or 0, threads=32, cluster=0 if v.schedule == "row_norm" else 2,
-            shared_bytes=0, clusters_per_wave=0 if v.schedule == "row_norm" else per_wave,
-        )
-        for i, v in enumerate(variants)
-    ]
-    addresses = [ctypes.cast(f, ctypes.c_void_p) for f in (launch, encode, launch)]
-    array = (_runtime._Kernel * len(kernels))(*kernels)
-    _runtime._library.JaxDsaFrontPublish(DEVICE, k, array, len(kernels), *addresses)
-    return [f"{v.schedule} {v.tile}" for v in variants]
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *integers, *pointers, *integers, *integers)
+def encode(*_):
+    return 0
+functions = {b"cuLaunchKernelEx": launch, b"cuTensorMapEncodeTiled": encode}
+addresses = {name: ctypes.cast(f, ctypes.c_void_p).value for name, f in functions.items()}
+FakeDriver(clusters_per_wave=int(per_wave), entry_points=addresses).install()
 def kernels_of(k, batch, heads):
-    LAUNCHED.clear()
-    message = ctypes.create_string_buffer(1024)
-    failed = _runtime._library.JaxDsaFrontLaunch(
-        DEVICE, k, ctypes.byref(FrontParams(batch=batch)), heads, ctypes.c_int64(heads * 128),
-        None, message, len(message),
-    )
-    assert not failed, message.value
-    return [names[k][handle - 1] for handle in LAUNCHED]
-names = {k: published(k, int(sys.argv[2])) for k in (1280, 1536, 2048)}
-print(json.dumps([kernels_of(*call) for call in json.loads(sys.argv[3])]))
+    launched.clear()
+    launch_front(k, FrontParams(batch=batch), heads, heads * 128, 0)
+    names = {1 + library: name for name, library in _runtime._libraries.items()}
+    return [names[handle].removeprefix(f"index_front_sm_90a_k{k}_") for handle in launched]
+print(json.dumps([kernels_of(*call) for call in json.loads(calls)]))
 """
 
 
@@ -224,19 +211,19 @@ def kernels_of(calls, tmp_path, per_wave=66):
 
 def test_kernels_of_a_call(tmp_path):
     """docs/performance.md, at its end: 32 heads, and grids around what an H200 holds at once."""
-    rows_64, rows_128 = ["row_norm 1", "split_k_rows 64"], ["row_norm 1", "split_k_rows 128"]
+    rows_64, rows_128 = ["row_norm_b1", "split_k_rows_b64"], ["row_norm_b1", "split_k_rows_b128"]
     want = {
-        (1536, 1, 32): ["split_n 8"],
-        (1280, 8, 32): ["split_n 8"],
-        (1536, 9, 32): ["split_k 32"],
-        (1536, 64, 32): ["split_k 32"],
+        (1536, 1, 32): ["split_n_b8"],
+        (1280, 8, 32): ["split_n_b8"],
+        (1536, 9, 32): ["split_k_b32"],
+        (1536, 64, 32): ["split_k_b32"],
         (1536, 65, 32): rows_64,
         (1536, 128, 32): rows_64,
         (1536, 129, 32): rows_128,
         (1280, 4096, 32): rows_128,
         (1536, 300, 8): rows_64,
-        (2048, 1, 32): ["split_k 32"],
-        (2048, 8, 64): ["split_k 32"],
+        (2048, 1, 32): ["split_k_b32"],
+        (2048, 8, 64): ["split_k_b32"],
         (2048, 8, 67): rows_128,
     }
     assert dict(zip(want, kernels_of(list(want), tmp_path), strict=True)) == want
@@ -246,9 +233,9 @@ def test_kernels_of_a_call(tmp_path):
 def test_small_batches_take_one_kernel_whatever_the_heads(per_wave, tmp_path):
     """It alone adds in an order of its own: shards of the heads must give the bits of all."""
     calls = [(k, b, h) for k in (1280, 1536) for b in (1, 8) for h in (1, 8, 64, 67, 72, 128, 256)]
-    assert kernels_of(calls, tmp_path, per_wave) == [["split_n 8"]] * len(calls)
+    assert kernels_of(calls, tmp_path, per_wave) == [["split_n_b8"]] * len(calls)
     calls = [(k, 9, h) for k in (1280, 1536) for h in (1, 8, 64, 67, 72, 128, 256)]
-    assert not [names for names in kernels_of(calls, tmp_path, per_wave) if "split_n 8" in names]
+    assert not [names for names in kernels_of(calls, tmp_path, per_wave) if "split_n_b8" in names]
 
 
 CPU_ONLY = """

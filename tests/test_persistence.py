@@ -25,12 +25,8 @@ WRITE = """
 rows, = export.symbolic_shape("rows")
 for fmt in ("fp8", "mxfp4"):
     step = jax.jit(lambda *args: tuple(jax.tree.leaves(small.step(*args, fmt=fmt))))
-    args = arguments(fmt)
+    args, shapes = arguments(fmt), small.abstract(rows, fmt=fmt)
     pathlib.Path(f"fixed-{fmt}").write_bytes(export.export(step)(*args).serialize())
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)
-    projected = jax.ShapeDtypeStruct((rows, args[0].shape[1]), jnp.bfloat16)
-    slots = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    shapes = projected, *shapes[1:3], slots, shapes[4]
     pathlib.Path(f"symbolic-{fmt}").write_bytes(export.export(step)(*shapes).serialize())
     print(small.digest(step(*args)), small.digest(step(*arguments(fmt, batch=7))))
 """
@@ -88,20 +84,12 @@ def step(*args):
     return tuple(jax.tree.leaves(small.step(*args)))
 
 
-def cuda_arguments(rows):
-    projected, weights, cache = small.operands(stacked=True, k=1536)
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (weights, cache))
-    projected = jax.ShapeDtypeStruct((rows, projected.shape[1]), jnp.bfloat16)
-    layer = jax.ShapeDtypeStruct((), jnp.int32)
-    return projected, *shapes, jax.ShapeDtypeStruct((rows,), jnp.int32), layer
-
-
 def test_cuda_export_without_a_gpu():
     """A machine without a GPU exports the call by name; the symbolic batch stays symbolic."""
     for rows in (4, export.symbolic_shape("rows")[0]):
         exported = export.export(
             jax.jit(step), platforms=["cuda"], disabled_checks=dsa.export_safety_checks()
-        )(*cuda_arguments(rows))
+        )(*small.abstract(rows, k=1536))
         assert TARGET in exported.mlir_module()
         serialized = exported.serialize()
         assert TARGET.encode() in serialized
@@ -111,7 +99,7 @@ def test_cuda_export_without_a_gpu():
 def test_cuda_export_needs_the_safety_checks():
     """What `export_safety_checks` is for: without it JAX refuses a custom call by its name."""
     with pytest.raises(ValueError, match=re.escape(TARGET)):
-        export.export(jax.jit(step), platforms=["cuda"])(*cuda_arguments(4))
+        export.export(jax.jit(step), platforms=["cuda"])(*small.abstract(4, k=1536))
 
 
 def test_export_for_both_platforms_runs_here():

@@ -221,6 +221,21 @@ def fp8_word(values, inverse):
     return ptx.e4m3_pair(scaled[0], scaled[1]) | (ptx.e4m3_pair(scaled[2], scaled[3]) << 16)
 
 
+@cute.jit
+def open_barriers(barriers):
+    """Initialises mbarriers that complete with their bytes, and expects these: pairs of (address,
+    bytes). By one lane, because by several it would be a loop over them."""
+    with cute.arch.elect_one():
+        for bar, _ in barriers:
+            ptx.mbarrier_init(bar, 1)
+        ptx.mbarrier_init_fence()
+    cute.arch.sync_warp()  # the assembler lets the whole warp initialise
+    with cute.arch.elect_one():
+        for bar, nbytes in barriers:
+            ptx.mbarrier_expect(bar, nbytes)
+    cute.arch.sync_warp()
+
+
 def lane_sum(value, distances=(16, 8, 4, 2, 1)):
     """The sum over the lanes whose numbers differ in these bits, by default the whole warp."""
     for distance in distances:

@@ -30,6 +30,7 @@ from .common import (
     lane_max,
     lane_sum,
     load_head_weight,
+    open_barriers,
     shared_address,
     store_weight,
 )
@@ -211,17 +212,10 @@ class SplitK:
             self.exchange(accumulator, shared, part, own, others, warp, lane)
             self.finish(arguments, shared, raw_weights, own_row, own, head, heads, warp, lane)
 
-    @cute.jit
-    def open_slot(self, shared, slot: cutlass.Constexpr):
-        """Initialises the barrier of one slot and expects its bytes. In front of its first copy,
-        because all barriers in front of all copies took 900 clocks."""
-        with cute.arch.elect_one():
-            ptx.mbarrier_init(shared["bars"] + 8 * slot, 1)
-            ptx.mbarrier_init_fence()
-        cute.arch.sync_warp()  # the assembler lets the whole warp initialise
-        with cute.arch.elect_one():
-            ptx.mbarrier_expect(shared["bars"] + 8 * slot, self.slot_bytes)
-        cute.arch.sync_warp()
+    def open_slot(self, shared, slot):
+        """In front of its first copy, because all barriers in front of all copies took 900
+        clocks."""
+        open_barriers([(shared["bars"] + 8 * slot, self.slot_bytes)])
 
     @cute.jit
     def initialise_barriers(self, shared, first: cutlass.Constexpr, own):

@@ -28,6 +28,7 @@ from .common import (
     lane_sum,
     load_head_weight,
     magnitude,
+    open_barriers,
     shared_address,
     store_weight,
 )
@@ -132,11 +133,11 @@ class SplitN:
         source = arguments.wq_b + Int64(first_row) * (2 * self.k)
         policy = ptx.evict_first_policy()
         # Before the first copy its barrier alone: an initialisation takes some 40 clocks.
-        self.initialise_barriers(bars, {0: 2 * self.copy_bytes})
+        open_barriers([(bars, 2 * self.copy_bytes)])
         with cute.arch.elect_one():
             self.copy_weights(weights, source, bars, policy, 0, EARLY_COPIES)
-        bytes_of_rows = {BAR_ROWS: 2 * self.k * rows, BAR_PEAKS: CLUSTER * 4 * rows}
-        self.initialise_barriers(bars, bytes_of_rows)
+        rows_and_peaks = [(BAR_ROWS, 2 * self.k * rows), (BAR_PEAKS, CLUSTER * 4 * rows)]
+        open_barriers([(bars + 8 * bar, nbytes) for bar, nbytes in rows_and_peaks])
         ptx.cluster_arrive_relaxed()
         ptx.cluster_wait()  # all barriers are initialised, the peers' too
         quarter = 2 * self.k // CLUSTER  # bytes of a row
@@ -160,20 +161,6 @@ class SplitN:
         ):
             insert_key(arguments, row, layer, inside, lane, self.converts_fp4)
 
-    @cute.jit
-    def initialise_barriers(self, bars, nbytes):
-        """Those that are keys of `nbytes`, which they expect. By one lane, because by several it
-        would be a loop over them."""
-        with cute.arch.elect_one():
-            for bar in nbytes:
-                ptx.mbarrier_init(bars + 8 * bar, 1)
-            ptx.mbarrier_init_fence()
-        cute.arch.sync_warp()  # the assembler lets the whole warp initialise
-        with cute.arch.elect_one():
-            for bar, expected in nbytes.items():
-                ptx.mbarrier_expect(bars + 8 * bar, expected)
-        cute.arch.sync_warp()
-
     def copy_weights(self, weights, source, bars, policy, first, last):
         """Starts copies `first` to `last` - 1; two of them share a barrier."""
         for i in range(first, last):
@@ -195,8 +182,9 @@ class SplitN:
             warp * (self.k // WARPS * 2) + quad * 16
         )  # byte offset of this lane's first 8 columns
         if warp == 0:
-            pairs = dict.fromkeys(range(1, COPIES // 2), 2 * self.copy_bytes)
-            self.initialise_barriers(bars, {**pairs, BAR_GAMMA: 2 * self.k})
+            others = [(pair, 2 * self.copy_bytes) for pair in range(1, COPIES // 2)]
+            others.append((BAR_GAMMA, 2 * self.k))
+            open_barriers([(bars + 8 * bar, nbytes) for bar, nbytes in others])
         ptx.cluster_arrive_relaxed()
         cute.arch.griddepcontrol_wait()
         raw_weight = load_head_weight(
