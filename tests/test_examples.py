@@ -16,7 +16,18 @@ RUN = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], r
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example(example, tmp_path):
     """Each checks its own claims and ends with one line that says what it found."""
-    output = run_python(RUN, example, cwd=tmp_path, JAX_PLATFORMS="cpu", XLA_FLAGS=None)
+    assert_says_one_line(example, tmp_path, JAX_PLATFORMS="cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_on_gpus(example, tmp_path):
+    """The same claims hold where the kernel runs, over all GPUs there are."""
+    assert_says_one_line(example, tmp_path, XLA_PYTHON_CLIENT_PREALLOCATE="false")
+
+
+def assert_says_one_line(example, cwd, **env):
+    output = run_python(RUN, example, cwd=cwd, XLA_FLAGS=None, **env)
     assert output.startswith(f"{example.stem}: ")
     assert output.count("\n") == 1
 
