@@ -8,7 +8,7 @@ kernel    bare kernel against the load floor of the same run, beside the jnp for
           protocol is in bare.py
 formats   the bare kernel for the three cache formats
 scan      time per layer of a jitted 24-layer scan over stacked weights and cache, kernel
-          against jnp
+          against jnp, with the results stacked or consumed by the next layer
 dispatch  host time per enqueued call
 
 Inside jit there are two times. *Wall* is what a clock shows while calls are pipelined; a slow host
@@ -38,7 +38,7 @@ import jax_dsa_front as dsa
 HEADS, K = 32, 1536
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 1024, 4096)
 SCAN_BATCHES = (1, 8, 16, 32, 64, 128)
-LAYERS, UNROLLS = 24, (1, 8, 24)
+LAYERS, UNROLLS, UNROLLS_CONSUMED = 24, (1, 8, 24), (1, 8)
 FRONTS = {name: partial(dsa.index_front, implementation=name) for name in ("cuda", "jnp")}
 OFFSETS = {"key_offset": K, "weight_offset": K + 128, "eps": 1e-6, "key_eps": 1e-6}
 
@@ -115,22 +115,28 @@ def chain(weights, batch, index_front):
     return run, (weights,), (projected, dsa.empty_cache(pages, cache_format="fp8"))
 
 
-def scan(stack, batch, index_front, unroll):
-    """A scan over stacked weights and one stacked, donated cache, with the results stacked."""
+def scan(stack, batch, index_front, unroll, consumed):
+    """A scan over stacked weights and one stacked, donated cache. The results are stacked, or
+    consumed: one small fusion adds them to the next layer's rows."""
     projected, q_norm, pages, slots = operands(batch)
     ones, zeros = jnp.ones(128), jnp.zeros(128)
 
-    @partial(jax.jit, donate_argnums=1)
-    def run(stack, cache):
-        def body(cache, layer):
-            front = index_front(
-                projected, q_norm, stack, ones, zeros, cache, slots, layer, **OFFSETS
-            )
-            return front.cache, (front.query, front.weights)
+    @partial(jax.jit, donate_argnums=(1, 2))
+    def run(stack, rows, cache):
+        def body(carry, layer):
+            rows, cache = carry
+            front = index_front(rows, q_norm, stack, ones, zeros, cache, slots, layer, **OFFSETS)
+            if not consumed:
+                return (rows, front.cache), (front.query, front.weights)
+            query = front.query.astype(jnp.bfloat16)
+            mixed = jnp.mean(query * front.weights[..., None], axis=1)
+            return (rows.at[:, :128].add(mixed), front.cache), None
 
-        return jax.lax.scan(body, cache, jnp.arange(LAYERS), unroll=unroll)
+        carry, results = jax.lax.scan(body, (rows, cache), jnp.arange(LAYERS), unroll=unroll)
+        return *carry, results
 
-    return run, (stack,), (dsa.empty_cache(pages, cache_format="fp8", layers=LAYERS),)
+    cache = dsa.empty_cache(pages, cache_format="fp8", layers=LAYERS)
+    return run, (stack,), (projected, cache)
 
 
 def dispatch_us(weights, batch, index_front, calls=1000):
@@ -194,22 +200,34 @@ def bench_formats(graphs, weights):
 
 
 def bench_scan():
-    make = jax.jit(
-        lambda key: jax.random.normal(key, (LAYERS, HEADS * 128, K), jnp.bfloat16) * K**-0.5
-    )
+    shape = LAYERS, HEADS * 128, K
+    make = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16) * K**-0.5)
     stack = make(jax.random.key(1))
-    columns = [(name, unroll) for unroll in UNROLLS for name in FRONTS]
+    return {
+        "stacked": scan_table(stack, UNROLLS, consumed=False),
+        "consumed": scan_table(stack, UNROLLS_CONSUMED, consumed=True),
+    }
+
+
+def scan_table(stack, unrolls, consumed):
+    """Wall time for each of `unrolls`, device time for the last."""
+    columns = [(name, unroll) for unroll in unrolls for name in FRONTS]
     programs = compile_all(
-        {(b, *c): scan(stack, b, FRONTS[c[0]], c[1]) for b in SCAN_BATCHES for c in columns}
+        {
+            (batch, name, unroll): scan(stack, batch, FRONTS[name], unroll, consumed)
+            for batch in SCAN_BATCHES
+            for name, unroll in columns
+        }
     )
-    print(f"\nscan over {LAYERS} layers, default XLA flags, us per layer")
+    kind = "consumed" if consumed else "stacked"
+    print(f"\nscan over {LAYERS} layers, results {kind}, default XLA flags, us per layer")
     heads = [f"unroll {unroll} {name}" for name, unroll in columns]
-    heads += [f"device {name}" for name in FRONTS]  # unrolled, so without the loop's own kernels
+    heads += [f"device {name}" for name in FRONTS]
     print(f"{'B':>5} " + " ".join(f"{head:>14}" for head in heads))
     rows = []
     for batch in SCAN_BATCHES:
         walls = [wall_us(*programs[batch, *column], LAYERS, 7) for column in columns]
-        inside = [device_us(*programs[batch, name, LAYERS], LAYERS) for name in FRONTS]
+        inside = [device_us(*programs[batch, name, unrolls[-1]], LAYERS) for name in FRONTS]
         print(f"{batch:5d} " + " ".join(f"{us:14.2f}" for us in walls + inside), flush=True)
         rows.append({"batch": batch} | dict(zip(heads, walls + inside, strict=True)))
     return rows

@@ -13,7 +13,7 @@ import oracle
 
 QUERY_EQUAL, CACHE_EQUAL = 0.999, 0.99
 FEW = 2  # sums in another order change one byte in 1e5 (CPU) or 1e4: more than two in 1 KB are rare
-SMALL = 2**15  # bytes of a query so small that one row may use up what the share allows
+FEW_ROWS = 32  # one row can move 2.5 % of its bytes; below this that is more than the share allows
 
 
 def as_float32(array):
@@ -67,10 +67,11 @@ def assert_query_share(bad, torn, message):
     """At least QUERY_EQUAL of the bytes agree.
 
     An activation between two bfloat16 values that fp32 rounds to the other one moves up to 2.5 % of
-    all bytes of its row. Many rows drown that. In a small array only the bytes are judged that no
-    such activation decides; the others still have to lie in the oracle's range.
+    all bytes of its row. Many rows drown that. In few rows ([rows, ...]) only the bytes are judged
+    that no such activation decides; the others still have to lie in the oracle's range.
     """
-    assert_share(~(bad & ~torn) if bad.size < SMALL else ~bad, QUERY_EQUAL, "query", message)
+    judged = bad & ~torn if len(bad) < FEW_ROWS else bad
+    assert_share(~judged, QUERY_EQUAL, "query", message)
 
 
 def assert_weights(got, want):

@@ -9,7 +9,7 @@ import jax_dsa_front as dsa
 import oracle
 from compare import (
     FEW,
-    SMALL,
+    FEW_ROWS,
     assert_front,
     assert_query,
     assert_query_share,
@@ -107,14 +107,15 @@ def test_comparison_would_notice():
 
 
 @pytest.mark.parametrize(
-    ("size", "allowed", "torn_allowed"),
-    [(1024, FEW, 1024), (SMALL // 2, 16, SMALL // 2), (SMALL, 32, 32)],
+    ("rows", "allowed", "torn_allowed"),
+    [(1, FEW, 1024), (FEW_ROWS - 1, 31, (FEW_ROWS - 1) * 1024), (FEW_ROWS, 32, 32)],
 )
-def test_share_of_query_bytes(size, allowed, torn_allowed):
-    """A byte in a thousand, a few in a small array; torn bytes count in a large one only."""
-    none, every = np.zeros(size, bool), np.ones(size, bool)
-    for torn, most in ((none, allowed), (every, torn_allowed)):
-        assert_query_share(np.arange(size) < most, torn, "")
-        if most < size:
+def test_share_of_query_bytes(rows, allowed, torn_allowed):
+    """A byte in a thousand, a few in one row; torn bytes count in many rows only."""
+    shape = rows, 8, 128
+    at = np.arange(rows * 1024).reshape(shape)
+    for torn, most in ((False, allowed), (True, torn_allowed)):
+        assert_query_share(at < most, np.full(shape, torn), "")
+        if most < at.size:
             with pytest.raises(AssertionError, match=f"{most + 1} > {most} bytes off"):
-                assert_query_share(np.arange(size) <= most, torn, "")
+                assert_query_share(at <= most, np.full(shape, torn), "")
