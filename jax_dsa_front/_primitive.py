@@ -153,7 +153,7 @@ def _cuda_lowering(ctx: mlir.LoweringRuleContext, *operands: Any, config: FrontC
     scratch = avals[PROJECTED].update(shape=rows)
     *results, _ = rule(
         ctx.replace(avals_out=[*ctx.avals_out, scratch]),
-        *operands,
+        *_shielded(operands),
         key_offset=np.int32(config.key_offset),
         weight_offset=np.int32(config.weight_offset),
         eps=np.float32(config.eps),
@@ -165,7 +165,20 @@ def _cuda_lowering(ctx: mlir.LoweringRuleContext, *operands: Any, config: FrontC
         layer=np.int32(config.layer or 0),
         traced=np.int32(traced),
     )
-    return results
+    return _shielded(results)
+
+
+def _shielded(values: Sequence[Any]) -> Sequence[Any]:
+    """The values behind a barrier that XLA's optimisations do not cross; it costs nothing at run
+    time.
+
+    XLA's GPU compiler would take slices in front of a custom call, and updates of slices behind it,
+    into the call ("dynamic-slice fusion"). Where a scan stacks a result that its body reads too,
+    JAX 0.11 then runs the call twice a step, once on a copy of the cache; and where the layers of a
+    cache are a scan's inputs and outputs, the cache's operand and result become two buffers.
+    """
+    types = [value.type for value in values]
+    return mlir.ir.Operation.create("stablehlo.optimization_barrier", types, values).results
 
 
 def _not_differentiable(*_: Any, **__: Any) -> NoReturn:

@@ -54,6 +54,13 @@ def assert_in_place(compiled, layer_bytes, copies=()):
         assert memory.temp_size_in_bytes < layer_bytes
 
 
+def assert_calls_stand_alone(text):
+    """XLA for GPUs has called the kernel in place and has taken nothing around it into the call."""
+    assert f'custom_call_target="{TARGET}"' in text
+    assert "output_to_operand_aliasing={{2}: (5, {})}" in text
+    assert '"name":"dynamic_slice_fusion"' not in text
+
+
 def lowered_for_cuda(fn, *args, donate=()):
     """StableHLO text of `fn` lowered for CUDA, which needs no GPU.
 

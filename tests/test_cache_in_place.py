@@ -19,6 +19,7 @@ from small import (
     STACKED,
     layer_bytes,
     layer_scan,
+    layers_as_xs,
     operands,
     plain,
     step,
@@ -47,6 +48,16 @@ def test_donated_cache_is_not_copied(program, fmt):
     assert args[2].is_deleted()
     for left, right in zip(got, want, strict=True):
         assert_equal(left, right, program.__name__)
+
+
+def test_layers_that_a_scan_slices_are_right():
+    """Layers of weights and cache as inputs and outputs of the scan."""
+    args = *operands(stacked=True), "fp8"
+    with jax.disable_jit():
+        want = layers_as_xs(*args)
+    got = jax.jit(layers_as_xs, static_argnums=3)(*args)
+    for left, right in zip(got, want, strict=True):
+        assert_equal(left, right, "layers_as_xs")
 
 
 def test_donated_pointer_is_stable():

@@ -110,7 +110,9 @@ def test_cuda_program_is_the_call_and_nothing_else(case):
     """Operands go in whole and as they are; the cache is aliased; attributes hold plain scalars."""
     text = cuda_text(case)
     (call,) = custom_calls(text)
-    assert set(re.findall(r"= \"?(stablehlo\.\w+|call)", text)) <= {"stablehlo.custom_call"}
+    shield = "stablehlo.optimization_barrier"
+    operations = re.findall(r"= \"?(stablehlo\.\w+|call)", text)
+    assert operations == [shield, "stablehlo.custom_call", shield]
     alias = r"output_operand_alias<output_tuple_indices = \[2\], operand_index = 5, operand_tuple"
     assert len(re.findall(alias, call)) == call.count("output_operand_alias<") == 1
     typed = call.split("mhlo.backend_config = {")[1].split("}")[0]
@@ -126,7 +128,12 @@ def test_cuda_program_is_the_call_and_nothing_else(case):
     assert {name: int(attributes[name]) for name in expected} == expected
     scale = np.float32((expected["num_heads"] * 128) ** -0.5)
     assert np.float32(attributes["weight_scale"]) == scale
-    operands = call.split(f"@{TARGET}(")[1].split(")")[0].split(", ")
+    before, behind = re.findall(rf"(%\d+):\d+ = {shield} (.*?) : ", text)
+    operands = before[1].split(", ")
+    passed = [f"{before[0]}#{i}" for i in range(len(operands))]
+    assert call.split(f"@{TARGET}(")[1].split(")")[0].split(", ") == passed
+    results = call.split(" = ")[0].strip().split(":")
+    assert behind[1] == ", ".join(f"{results[0]}#{i}" for i in range(int(results[1]) - 1))
     assert len(operands) == 9 + case.traced_layer + case.traced_head_start
     main = next(line for line in text.splitlines() if "func.func public @main" in line)
     cache = next(a for a in re.findall(r"%arg\d+: tensor<[^>]*xui8> {[^}]*}", main))
