@@ -40,9 +40,11 @@ def test_every_example_has_its_place_in_the_docs():
         assert len(example.read_text().splitlines()) < 80
 
 
-def test_readme_code_runs_as_it_stands(tmp_path):
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_readme_code_runs_as_it_stands(platform, tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
-    shapes = run_python(code, cwd=tmp_path, JAX_PLATFORMS="cpu")
+    env = dict(JAX_PLATFORMS=platform, XLA_PYTHON_CLIENT_PREALLOCATE="false")
+    shapes = run_python(code, cwd=tmp_path, **env)
     assert shapes == "(8, 32, 128) (8, 32) (8, 4)\n"
 
 

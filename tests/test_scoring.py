@@ -13,6 +13,7 @@ import jax_dsa_front as dsa
 import oracle
 from compare import assert_equal
 
+PLATFORMS = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
 # Recall of the top-2048 of 65,536 keys against scores that were never quantised.
 RECALL = {"fp8": 0.93, "mxfp8": 0.93, "mxfp4": 0.75}
 
@@ -40,8 +41,9 @@ def as_query(codes, fmt):
 @pytest.mark.parametrize(
     ("weights_dtype", "traced"), [("float32", False), ("bfloat16", True)], ids=["eager", "jit"]
 )
+@pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("fmt", cases.FORMATS)
-def test_scores_equal_float64(fmt, weights_dtype, traced):
+def test_scores_equal_float64(fmt, platform, weights_dtype, traced):
     codes, scale, weights, cache = filled(fmt)
     weights = weights.astype(np.dtype(weights_dtype))
     table = np.array([[3, 0, 7], [11, 3, 5], [1, 2, 4]], np.int32)
@@ -55,6 +57,7 @@ def test_scores_equal_float64(fmt, weights_dtype, traced):
         jnp.asarray(lens), layer, cache_format=fmt,
     )  # fmt: skip
     want = oracle.scores(codes, scale, weights.astype(np.float32), cache, table, lens, fmt, 1)
+    assert got.device.platform == platform
     assert got.dtype == jnp.float32 and got.shape == (3, 48)
     inside = np.isfinite(want)
     assert (np.isneginf(got) == ~inside).all()
@@ -89,13 +92,15 @@ def test_pages_past_the_length_do_not_matter(fmt):
         assert_equal(got, want, "scores")
 
 
+@pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("fmt", cases.FORMATS)
-def test_read_keys_equals_oracle(fmt):
+def test_read_keys_equals_oracle(fmt, platform):
     *_, cache = filled(fmt, page_size=7, seed=3)
     slots = np.array([[0, 6, 7], [83, 41, 6]], np.int32)
     for layer in (0, 1):
         want = oracle.keys(cache, slots, fmt, layer).astype(np.float32)
         got = dsa.read_keys(jnp.asarray(cache), jnp.asarray(slots), layer, cache_format=fmt)
+        assert got.device.platform == platform
         assert_equal(got, want, "keys")
         traced = jax.jit(dsa.read_keys, static_argnames="cache_format")
         assert_equal(
