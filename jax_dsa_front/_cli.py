@@ -12,7 +12,7 @@ from pathlib import Path
 from jax_dsa_front import _terminal
 from jax_dsa_front._config import ROW_BYTES
 
-PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "cuda-python", "numpy")
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "cuda-bindings", "numpy")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """The console script: the demo's table and exit status, and `info` on broken installations."""
 
 import importlib.metadata
+import importlib.util
 import pathlib
 import re
 import subprocess
@@ -137,6 +138,8 @@ def test_info(tmp_path):
     facts = (dsa.__version__, jax.__version__, sys.version.split()[0], *_variants.ARCHITECTURES)
     for fact in (*facts, f"{_runtime.TARGET} is registered for CUDA", "1 x cpu", "at B = 1, 8"):
         assert fact in " ".join(text.split())
+    bindings = importlib.util.find_spec("cuda") and importlib.metadata.version("cuda-bindings")
+    assert f"cuda-bindings {bindings or 'not installed'}" in " ".join(text.split())
     assert "unknown (" not in text
 
 
