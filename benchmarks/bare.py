@@ -72,7 +72,7 @@ def launch_front(k, params, heads, wq_b_rows, stream):
     """The handler's own choice of kernels and launches, on device 0; `wq_b_rows` over all
     layers."""
     message = ctypes.create_string_buffer(1024)
-    failed = _runtime._library.JaxDsaFrontLaunch(
+    failed = _runtime.library.JaxDsaFrontLaunch(
         0,
         k,
         ctypes.byref(params),
@@ -113,10 +113,14 @@ class Graphs:
         return check(d.cuGraphInstantiate(check(d.cuStreamEndCapture(self.stream)), 0))
 
     def time(self, graphs, count=LAUNCHES, replays=REPLAYS):
-        """Microseconds per launch of each graph (medians); the replays of all graphs alternate."""
+        """Microseconds per launch of each graph (medians); the replays of all graphs alternate.
+
+        Each timed replay follows one of its own: behind a graph that works harder it is slower.
+        """
         d, samples = self.driver, {name: [] for name in graphs}
         for turn in range(replays + 2):
             for name, graph in graphs.items():
+                check(d.cuGraphLaunch(graph, self.stream))
                 check(d.cuEventRecord(self.events[0], self.stream))
                 check(d.cuGraphLaunch(graph, self.stream))
                 check(d.cuEventRecord(self.events[1], self.stream))

@@ -1,68 +1,20 @@
 // The XLA FFI handler behind jax_dsa_front.index_front: verifies what memory safety depends on, then launches.
 #include <cuda.h>
 
-#include <algorithm>
 #include <cstdint>
-#include <initializer_list>
 #include <string>
 
 #include "front_launch.h"
 #include "front_params.h"
 #include "kernel_table.h"
+#include "operand_checks.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_dsa_front {
 namespace {
 
-namespace ffi = xla::ffi;
-
 constexpr int64_t kHeadDim = 128;
 enum CacheFormat : int32_t { kFormatFp8 = 0, kFormatMxfp8 = 1, kFormatMxfp4 = 2 };
-
-using Extents = ffi::Span<const int64_t>;
-
-bool Equal(Extents got, std::initializer_list<int64_t> expected) {
-  return got.size() == expected.size() && std::equal(expected.begin(), expected.end(), got.begin());
-}
-
-std::string Listed(const int64_t* extents, size_t count) {
-  std::string list;
-  for (size_t i = 0; i < count; ++i) list += (i ? ", " : "") + std::to_string(extents[i]);
-  return "(" + list + ")";
-}
-
-// Collects the first violated rule; later checks then do nothing. Messages are made of violations alone: made of every
-// check, they took 5 us of each call.
-class Checker {
- public:
-  template <typename Buffer>
-  void Shape(const char* name, const Buffer& buffer, ffi::DataType dtype, std::initializer_list<int64_t> expected) {
-    const Extents dims = buffer.dimensions();
-    if (!ok() || (buffer.element_type() == dtype && Equal(dims, expected))) return;
-    Fail(std::string(name) + " must have type " + std::to_string(int(dtype)) + " and shape " +
-         Listed(expected.begin(), expected.size()) + ", got type " + std::to_string(int(buffer.element_type())) +
-         " and shape " + Listed(dims.begin(), dims.size()));
-  }
-  void Aligned(const char* name, const void* address, uintptr_t bytes) {
-    if (reinterpret_cast<uintptr_t>(address) % bytes == 0) return;
-    Fail(std::string(name) + " must be aligned to " + std::to_string(bytes) + " bytes");
-  }
-  void Require(bool holds, const char* rule) {
-    if (!holds) Fail(rule);
-  }
-  void Require(bool holds, const char* name, const char* rule) {
-    if (!holds) Fail(std::string(name) + " " + rule);
-  }
-  bool ok() const { return error_.empty(); }
-  ffi::Error error() const { return ffi::Error::InvalidArgument(error_); }
-
- private:
-  void Fail(const std::string& rule) {
-    if (ok()) error_ = "jax_dsa_front.index_front: " + rule;
-  }
-
-  std::string error_;
-};
 
 // A [layers, ...] operand when it has one dimension more than a single layer's.
 struct Stack {

@@ -69,7 +69,7 @@ const Driver& LoadedDriver() { return g_driver; }
 
 }  // namespace jax_dsa_front
 
-// The C interface for _runtime.py -------------------------------------------------------------------------------------
+// The C interface for _loader.py --------------------------------------------------------------------------------------
 
 using jax_dsa_front::Kernel;
 using jax_dsa_front::KernelSet;

@@ -1,4 +1,4 @@
-// The process-wide table of loaded kernels.  Python (jax_dsa_front/_runtime.py) loads and publishes, handlers look up.
+// The process-wide table of loaded kernels.  Python (jax_dsa_front/_loader.py) loads and publishes, handlers look up.
 #ifndef JAX_DSA_FRONT_KERNEL_TABLE_H_
 #define JAX_DSA_FRONT_KERNEL_TABLE_H_
 
@@ -9,7 +9,7 @@
 
 namespace jax_dsa_front {
 
-// How a kernel is launched; mirrored by `SCHEDULES` in _runtime.py. See kernels/ for what they do.
+// How a kernel is launched; mirrored by `SCHEDULES` in _loader.py. See kernels/ for what they do.
 enum Schedule : int32_t {
   kSplitN = 0,      // grid (cluster, heads, tiles)
   kSplitK = 1,      // grid (cluster, tiles, heads), a tensor map of wq_b first
@@ -17,7 +17,7 @@ enum Schedule : int32_t {
   kRowNorm = 3,     // grid (batch); never on its own
 };
 
-// Mirrored by `_Kernel` in _runtime.py.
+// Mirrored by `_Kernel` in _loader.py.
 struct Kernel {
   CUkernel handle;
   int32_t schedule;

@@ -1,6 +1,6 @@
 """The indexer front of DeepSeek Sparse Attention as one JAX operator."""
 
-from jax_dsa_front import _runtime
+from jax_dsa_front import _loader, _runtime
 from jax_dsa_front._api import IndexFront, explain, index_front
 from jax_dsa_front._primitive import Explanation, export_safety_checks
 from jax_dsa_front._scoring import empty_cache, index_scores, read_keys
@@ -18,4 +18,4 @@ __all__ = [
     "read_keys",
 ]
 
-_runtime.register()
+_runtime.register(_loader.load)

@@ -78,14 +78,14 @@ def choose_on_cuda(config: FrontConfig, operands: Sequence[Any]) -> Explanation:
 
 def choose_elsewhere(config: FrontConfig, platform: str) -> Explanation:
     """The same for a platform other than CUDA: there is only the jnp form."""
+    if config.implementation == "jnp":
+        return Explanation("jnp", 'implementation="jnp" asks for it')
     reason = _runtime.missing() or "this program is not compiled for CUDA"
     if config.implementation == "cuda":
         raise NotImplementedError(
             f'implementation="cuda" cannot run on {platform}: {reason}; '
             "leave implementation out to run anywhere"
         )
-    if config.implementation == "jnp":
-        return Explanation("jnp", 'implementation="jnp" asks for it')
     return Explanation("jnp", f"on {platform} it is the only one ({reason})")
 
 

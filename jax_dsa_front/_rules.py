@@ -56,8 +56,9 @@ def positive_float(name: str, value: Any) -> float:
             rounded = np.float32(value)
     except OverflowError:  # of an int that no float can hold
         rounded = np.float32(np.inf)
-    if not (np.isfinite(rounded) and rounded > 0):
-        raise ValueError(f"{name} must be positive and finite in float32, got {value}")
+    # XLA on CPU takes subnormal numbers as zero, and a zero row then has no finite norm
+    if not np.finfo(np.float32).tiny <= rounded < np.inf:
+        raise ValueError(f"{name} must be positive, finite and normal in float32, got {value}")
     return float(value)
 
 

@@ -32,7 +32,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from bare import FORMAT_FLAGS, FrontParams, check, launch_front
 
-from jax_dsa_front import _runtime, _variants
+from jax_dsa_front import _loader, _runtime, _variants
 from jax_dsa_front._config import HEAD_DIM, ROW_BYTES
 
 ARCH = "sm_90a"
@@ -65,7 +65,7 @@ class Launches:
     def __init__(self):
         self.names, self.handles = {}, []  # handle -> name; handles in the order of the launches
         self.callbacks = []  # the handler keeps the first one's address
-        load, entry_point = _runtime._kernel, _runtime._entry_point
+        load, entry_point = _loader._kernel, _loader._entry_point
 
         def remembering(driver, entry, device):
             kernel = load(driver, entry, device)
@@ -76,7 +76,7 @@ class Launches:
             address = entry_point(driver, name)
             return self.counted(address) if name == "cuLaunchKernelEx" else address
 
-        _runtime._kernel, _runtime._entry_point = remembering, intercepting
+        _loader._kernel, _loader._entry_point = remembering, intercepting
 
     def counted(self, address):
         launch = LaunchFunction(address)
@@ -94,7 +94,7 @@ class Device:
     comes twice."""
 
     def __init__(self):
-        self.driver = _runtime._driver()
+        self.driver = _runtime.bindings()
         context = check(self.driver.cuDevicePrimaryCtxRetain(check(self.driver.cuDeviceGet(0))))
         check(self.driver.cuCtxSetCurrent(context))
         self.stream = check(self.driver.cuStreamCreate(0))  # waits for copies: not non-blocking

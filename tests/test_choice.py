@@ -177,7 +177,7 @@ def test_more_heads_than_a_grid_has_fall_back(monkeypatch):
 KERNELS_OF_A_CALL = """
 import ctypes, json, sys
 from fake_driver import FakeDriver
-from jax_dsa_front import _runtime
+from jax_dsa_front import _loader
 benchmarks, per_wave, calls = sys.argv[1:]
 sys.path.insert(0, benchmarks)
 from bare import FrontParams, launch_front
@@ -196,7 +196,7 @@ FakeDriver(clusters_per_wave=int(per_wave), entry_points=addresses).install()
 def kernels_of(k, batch, heads):
     launched.clear()
     launch_front(k, FrontParams(batch=batch), heads, heads * 128, 0)
-    names = {1 + library: name for name, library in _runtime._libraries.items()}
+    names = {1 + library: name for name, library in _loader._libraries.items()}
     return [names[handle].removeprefix(f"index_front_sm_90a_k{k}_") for handle in launched]
 print(json.dumps([kernels_of(*call) for call in json.loads(calls)]))
 """
@@ -271,45 +271,3 @@ def test_jax_platforms_cpu_on_a_machine_with_gpus(tmp_path):
     reason = "JAX sees no CUDA device in this process"
     assert explanation == f"jnp: on cpu it is the only one ({reason})"
     assert refusal.startswith(f'implementation="cuda" cannot run on cpu: {reason}; ')
-
-
-OLD_SECOND_GPU = """
-import functools
-import jax, jax.numpy as jnp
-import small
-from jax_dsa_front import _runtime, _variants
-devices = jax.devices("cuda")[:2]
-args = *small.operands(k=1536, pages=4), jnp.arange(small.BATCH)
-def program(implementation):  # a new one each time: JAX remembers what it has lowered
-    return jax.jit(functools.partial(small.step, implementation=implementation))
-def outcome(device, implementation=None):
-    try:
-        return small.digest(program(implementation)(*jax.device_put(args, devices[device])))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-real, publish = _variants.architecture, _runtime._publish
-def publish_with_an_old_one(device, k):
-    _variants.architecture = (lambda _: "sm_80a") if device == 1 else real
-    publish(device, k)
-kernels = _runtime.local_cuda_architectures()  # what a program is lowered for
-_runtime._publish = publish_with_an_old_one
-print(outcome(1, "cuda"))
-print(outcome(0, "cuda"))
-_runtime.local_cuda_architectures = lambda: (kernels[0], "sm_80a")
-print(outcome(0, "cuda"))
-text = program(None).lower(*args).as_text()
-print("jax_dsa_front.index_front" in text, len(outcome(0)), len(outcome(1)))
-"""
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("several_gpus")
-def test_second_gpu_without_a_kernel(tmp_path):
-    """A program lowered elsewhere fails on it alone; one that is lowered here avoids the kernel."""
-    output = run_python(OLD_SECOND_GPU, cwd=tmp_path, XLA_PYTHON_CLIENT_PREALLOCATE="false")
-    elsewhere, first, refusal, jnp_form = output.strip().split("\n")
-    assert f"CUDA device 1 cannot run this program: {NO_SM_80}" in elsewhere
-    args = *small.operands(k=1536, pages=4), jnp.arange(small.BATCH)
-    assert first == small.digest(small.step(*args, implementation="cuda"))
-    assert refusal == f'NotImplementedError: implementation="cuda" cannot run: {NO_SM_80}'
-    assert jnp_form == "False 64 64", "it computes on both, without the kernel"

@@ -94,12 +94,12 @@ def call():
     # One write: two threads print
     print(f"{status} {message.value.decode()}\\n", end="", flush=True)
 atexit.register(call)  # in front of the package's own, and so called after it
-from jax_dsa_front import _runtime
-library = _runtime._library
+from jax_dsa_front import _loader, _runtime
+library = _runtime.library
 def slow(device, k):
     time.sleep(1)
     raise _runtime.KernelUnavailableError("too slow")
-_runtime._publish = slow
+_loader._publish = slow
 threading.Thread(target=call, daemon=True).start()
 time.sleep(0.3)
 """

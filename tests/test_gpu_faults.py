@@ -11,6 +11,7 @@ import pytest
 import faults
 import small
 from fault_programs import FORK, run, two_copies
+from processes import run_python
 
 pytestmark = pytest.mark.gpu
 GPU = dict(XLA_PYTHON_CLIENT_PREALLOCATE="false")
@@ -20,7 +21,7 @@ CALL = """
 import functools, os, pathlib, shutil, signal, sys
 import jax, jax.numpy as jnp
 import jax_dsa_front as dsa, small
-from jax_dsa_front import _runtime, _variants
+from jax_dsa_front import _loader, _variants
 args = *small.operands(k=1536, pages=2), jnp.arange(small.BATCH)
 before = small.digest(args)
 def call(implementation="cuda"):
@@ -51,12 +52,12 @@ INTERRUPTED = (
     CALL
     + """
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
-read = _runtime._read_cubin
+read = _loader._read_cubin
 def interrupted(entry):
-    _runtime._read_cubin = read
+    _loader._read_cubin = read
     signal.raise_signal(signal.SIGINT)
     return read(entry)
-_runtime._read_cubin = interrupted
+_loader._read_cubin = interrupted
 for _ in range(3):
     try:
         print(call())
@@ -147,3 +148,45 @@ def test_fork_after_import_uses_the_gpu_in_both(tmp_path):
 def test_two_copies_on_a_gpu(name, tmp_path):
     """With the real CUDA backend: it starts, and the kernel runs."""
     assert two_copies(name, tmp_path, "", k=K, implementation="cuda", **GPU)
+
+
+OLD_SECOND_GPU = """
+import functools
+import jax, jax.numpy as jnp
+import small
+from jax_dsa_front import _loader, _runtime, _variants
+devices = jax.devices("cuda")[:2]
+args = *small.operands(k=1536, pages=4), jnp.arange(small.BATCH)
+def program(implementation):  # a new one each time: JAX remembers what it has lowered
+    return jax.jit(functools.partial(small.step, implementation=implementation))
+def outcome(device, implementation=None):
+    try:
+        return small.digest(program(implementation)(*jax.device_put(args, devices[device])))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+real, publish = _variants.architecture, _loader._publish
+def publish_with_an_old_one(device, k):
+    _variants.architecture = (lambda _: "sm_80a") if device == 1 else real
+    publish(device, k)
+kernels = _runtime.local_cuda_architectures()  # what a program is lowered for
+_loader._publish = publish_with_an_old_one
+print(outcome(1, "cuda"))
+print(outcome(0, "cuda"))
+_runtime.local_cuda_architectures = lambda: (kernels[0], "sm_80a")
+print(outcome(0, "cuda"))
+text = program(None).lower(*args).as_text()
+print("jax_dsa_front.index_front" in text, len(outcome(0)), len(outcome(1)))
+"""
+
+
+@pytest.mark.usefixtures("several_gpus")
+def test_second_gpu_without_a_kernel(tmp_path):
+    """A program lowered elsewhere fails on it alone; one that is lowered here avoids the kernel."""
+    output = run_python(OLD_SECOND_GPU, cwd=tmp_path, XLA_PYTHON_CLIENT_PREALLOCATE="false")
+    elsewhere, first, refusal, jnp_form = output.strip().split("\n")
+    reason = "no kernel is shipped for sm_80a, only for sm_90a, sm_100a, sm_103a"
+    assert f"CUDA device 1 cannot run this program: {reason}" in elsewhere
+    args = *small.operands(k=1536, pages=4), jnp.arange(small.BATCH)
+    assert first == small.digest(small.step(*args, implementation="cuda"))
+    assert refusal == f'NotImplementedError: implementation="cuda" cannot run: {reason}'
+    assert jnp_form == "False 64 64", "it computes on both, without the kernel"

@@ -11,7 +11,7 @@ import pytest
 
 import faults
 from fake_driver import CUresult, FakeDriver
-from jax_dsa_front import _runtime, _variants
+from jax_dsa_front import _loader, _runtime, _variants
 
 PREFIX = "jax_dsa_front could not load its kernels: "
 TILES = [v.tile for v in _variants.VARIANTS if (v.arch, v.k) == ("sm_90a", 1536)]
@@ -34,8 +34,8 @@ def package(tmp_path, monkeypatch):
     shutil.copytree(_variants.CUBINS, folder / "cubins")
     monkeypatch.setattr(_variants, "CUBINS", folder / "cubins")
     monkeypatch.setattr(_variants, "MANIFEST", folder / "cubins" / "manifest.json")
-    monkeypatch.setattr(_runtime, "_libraries", {})
-    monkeypatch.setattr(_runtime, "_library", Published())
+    monkeypatch.setattr(_loader, "_libraries", {})
+    monkeypatch.setattr(_runtime, "library", Published())
     _variants.manifest.cache_clear()
     yield folder
     _variants.manifest.cache_clear()
@@ -54,7 +54,7 @@ def use(monkeypatch, driver):
 def load(device=0, k=1536, size=1024):
     """(what the handler is told, the sentence) of one load."""
     message = ctypes.create_string_buffer(b"\xff" * (size + 8), size + 8)
-    status = _runtime._load(device, k, ctypes.addressof(message), size)
+    status = _loader.load(device, k, ctypes.addressof(message), size)
     assert message.raw[size:] == b"\xff" * 8, "written past the end of the message"
     return status, message.value.decode() if status else ""
 
@@ -62,14 +62,14 @@ def load(device=0, k=1536, size=1024):
 def assert_loads():
     status, sentence = load()
     assert (status, sentence) == (0, "")
-    assert _runtime._library.calls == [(0, 1536, TILES)]
+    assert _runtime.library.calls == [(0, 1536, TILES)]
 
 
 def assert_fails(says):
     status, sentence = load()
     assert status == 1 and sentence.startswith(PREFIX), (status, sentence)
     faults.assert_sentence(sentence.removeprefix(PREFIX), says)
-    assert not _runtime._library.calls, "something was published"
+    assert not _runtime.library.calls, "something was published"
 
 
 def test_a_whole_package_loads(package, driver):
@@ -125,7 +125,7 @@ def test_a_device_without_kernels_beside_one_with(package, monkeypatch):
     assert status == 1
     faults.assert_sentence(sentence, f"^{PREFIX}CUDA device 1 cannot run this program: .*sm_80a")
     assert load(device=0) == (0, "")
-    assert _runtime._library.calls == [(0, 1536, TILES)]
+    assert _runtime.library.calls == [(0, 1536, TILES)]
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def interruptible():
 def test_interrupted_by_the_keyboard(package, driver, monkeypatch):
     """The load fails, naming the reason, and the interrupt arrives where Python can raise it;
     nothing stays locked or half loaded."""
-    read, calls = _runtime._read_cubin, []
+    read, calls = _loader._read_cubin, []
 
     def interrupted(entry):
         calls.append(entry)
@@ -148,22 +148,22 @@ def test_interrupted_by_the_keyboard(package, driver, monkeypatch):
             raise KeyboardInterrupt
         return read(entry)
 
-    monkeypatch.setattr(_runtime, "_read_cubin", interrupted)
+    monkeypatch.setattr(_loader, "_read_cubin", interrupted)
     message = ctypes.create_string_buffer(1024)
 
     def loading():
-        _runtime._load(0, 1536, ctypes.addressof(message), 1024)
+        _loader.load(0, 1536, ctypes.addressof(message), 1024)
         time.sleep(2)
 
     with pytest.raises(KeyboardInterrupt):
         loading()
     assert message.value.decode() == PREFIX + "KeyboardInterrupt"
-    assert driver.contexts == 0 and not _runtime._library.calls
+    assert driver.contexts == 0 and not _runtime.library.calls
     thread = threading.Thread(target=load, daemon=True)
     thread.start()
     thread.join(10)
     assert not thread.is_alive(), "the lock is still held"
-    assert _runtime._library.calls == [(0, 1536, TILES)]
+    assert _runtime.library.calls == [(0, 1536, TILES)]
     assert len(driver.images) == len(TILES), "a cubin was loaded twice"
 
 
@@ -177,14 +177,14 @@ def test_a_short_message_buffer_is_not_overrun(size, package, driver):
 def test_one_cubin_for_all_devices(package, driver):
     """Loaded once per process, whatever the number of devices."""
     assert [load(device)[0] for device in (0, 1, 5)] == [0, 0, 0]
-    assert len(driver.images) == len(TILES) and len(_runtime._library.calls) == 3
+    assert len(driver.images) == len(TILES) and len(_runtime.library.calls) == 3
 
 
 def test_reading_a_cubin(package):
     entry = next(e for e in _variants.manifest()["kernels"] if e["name"] == faults.FIRST)
-    assert _runtime._read_cubin(entry).startswith(b"\x7fELF")
+    assert _loader._read_cubin(entry).startswith(b"\x7fELF")
     for change, says in faults.CUBIN_FAULTS.values():
         change(package)
         with pytest.raises(_runtime.KernelUnavailableError, match=says):
-            _runtime._read_cubin(entry)
+            _loader._read_cubin(entry)
         shutil.copytree(faults.PACKAGE / "cubins", package / "cubins", dirs_exist_ok=True)

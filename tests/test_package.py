@@ -53,9 +53,9 @@ def test_a_handler_that_is_too_new_is_reported_by_us(tmp_path):
     """XLA would say nothing here and "No FFI handler registered" much later; the rest works."""
     code = """
 import jax_dsa_front as dsa, jax.numpy as jnp, small
-from jax_dsa_front import _runtime
+from jax_dsa_front import _loader, _runtime
 _runtime._accepted_ffi_minor = lambda: 0
-_runtime.register()
+_runtime.register(_loader.load)
 print(_runtime.registration_error())
 assert _runtime.registration_error() == _runtime.missing()
 assert small.step(*small.operands(pages=1), jnp.arange(small.BATCH)).weights.shape == (4, 8)

@@ -77,7 +77,7 @@ def compile_variant(variant: Variant, output: Path) -> dict:
 
 
 def build(output: Path) -> None:
-    """Fills `output` with every cubin and the manifest that _runtime.py reads."""
+    """Fills `output` with every cubin and the manifest that _loader.py reads."""
     output.mkdir(parents=True, exist_ok=True)
     # Processes, because a compilation keeps one core busy and Python's lock with it; spawned ones,
     # because JAX, which the package imports, has threads.

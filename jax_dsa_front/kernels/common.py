@@ -1,7 +1,7 @@
 """What the kernels share: their parameter list, layers and head weights, quantisation, key
 insertion.
 
-DESIGN of the numbers: docs/design.md. All arithmetic is fp32; amplitudes are compared as integers
+The numbers are those of _reference.py. All arithmetic is fp32; amplitudes are compared as integers
 (for non-negative floats the same order, with infinities and NaN on top), so that one comparison
 also finds the non-finite ones."""
 

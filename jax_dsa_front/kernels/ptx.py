@@ -144,10 +144,6 @@ def store_cluster_async_f32x2(address, first, second, bar):
     )
 
 
-def load_global_16b(address):
-    return asm("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", (Int64(address),), (Uint32,) * 4)
-
-
 def load_global_16b_if(address, predicate):
     """Zeros where the predicate is false; nothing is read then."""
     code = "{ .reg .pred q; setp.ne.s32 q, $5, 0; "
@@ -158,10 +154,6 @@ def load_global_16b_if(address, predicate):
 
 def load_global_f32x4(address):
     return asm("ld.global.v4.f32 {$0,$1,$2,$3}, [$4];", (Int64(address),), (Float32,) * 4)
-
-
-def load_global_f32(address):
-    return asm("ld.global.f32 $0, [$1];", (Int64(address),), (Float32,))
 
 
 def load_global_i32(address):

@@ -19,7 +19,6 @@ class RowNorm:
     """y = bf16((x * rr) * gamma) of all rows into `arguments.rows`, for one K."""
 
     cluster = 1
-    tile = 1
     threads = 32 * HALVES
 
     def __init__(self, k):

@@ -68,7 +68,6 @@ class SplitN:
 
     cluster = CLUSTER
     threads = THREADS
-    tile = TILE
 
     def __init__(self, k, converts_fp4=False):
         self.k = k

@@ -1,0 +1,180 @@
+"""The cubins: cuda-python loads them, the handler launches.
+
+XLA's INITIALIZE stage asks `load` for the kernels of a device and a K the first time that they are
+needed there, also in a process that only runs programs lowered elsewhere."""
+
+import _thread
+import ctypes
+import hashlib
+import threading
+import traceback
+from types import ModuleType
+from typing import Any
+
+from jax_dsa_front import _runtime, _variants
+from jax_dsa_front._runtime import KernelUnavailableError, check
+
+SCHEDULES = ("split_n", "split_k", "split_k_rows", "row_norm")  # as in csrc_glue/kernel_table.h
+
+
+class _Kernel(ctypes.Structure):
+    """`Kernel` of csrc_glue/kernel_table.h."""
+
+    _fields_ = (
+        ("handle", ctypes.c_void_p),
+        ("schedule", ctypes.c_int32),
+        ("tile", ctypes.c_int32),
+        ("max_batch", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("cluster", ctypes.c_int32),
+        ("shared_bytes", ctypes.c_int32),
+        ("clusters_per_wave", ctypes.c_int32),
+    )
+
+
+# Re-entrant: a signal handler may need kernels while this thread loads others
+_load_lock = threading.RLock()
+# Name of a variant -> CUlibrary, loaded once per process and never unloaded
+_libraries: dict[str, Any] = {}
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32)
+def load(device: int, k: int, message: int, message_bytes: int) -> int:
+    """Called by the handler: publishes the kernels of (device, k); 1 with a sentence in `message`
+    on failure."""
+    try:
+        with _load_lock:
+            _publish(device, k)
+    except BaseException as error:  # nothing may pass through the C++ frames above
+        if isinstance(error, KeyboardInterrupt):
+            again = threading.Timer(0.1, _interrupt_main)  # when the C++ frames are gone
+            again.daemon = True
+            again.start()
+        if isinstance(error, KernelUnavailableError):
+            text = str(error)
+        else:
+            text = "".join(traceback.format_exception_only(error)).strip()
+        encoded = f"jax_dsa_front could not load its kernels: {text}".encode()[: message_bytes - 1]
+        encoded = encoded.decode(errors="ignore").encode()  # not in the middle of a character
+        ctypes.memmove(message, encoded + b"\0", len(encoded) + 1)
+        return 1
+    return 0
+
+
+def _interrupt_main() -> None:
+    if threading.main_thread().is_alive():
+        _thread.interrupt_main()
+
+
+def _publish(device: int, k: int) -> None:
+    driver = _runtime.bindings()
+    attribute = driver.CUdevice_attribute
+    handle = check(driver, driver.cuDeviceGet(device))
+    major, minor = (
+        check(driver, driver.cuDeviceGetAttribute(which, handle))
+        for which in (
+            attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+            attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+        )
+    )
+    arch = _variants.architecture((major, minor))
+    reason = _variants.unsupported(k, 0, arch)
+    if reason is not None:
+        raise KernelUnavailableError(
+            f"CUDA device {device} cannot run this program: {reason}; "
+            'lower it with implementation="jnp"'
+        )
+    entries = [entry for entry in _manifest() if (entry["arch"], entry["k"]) == (arch, k)]
+    if not entries:
+        raise KernelUnavailableError(
+            f"the manifest has no kernel for {arch} and K = {k}; reinstall jax_dsa_front"
+        )
+    # XLA's own context, kept for the process's life
+    context = check(driver, driver.cuDevicePrimaryCtxRetain(handle))
+    check(driver, driver.cuCtxPushCurrent(context))
+    try:
+        kernels = (_Kernel * len(entries))(*(_kernel(driver, entry, handle) for entry in entries))
+    finally:
+        check(driver, driver.cuCtxPopCurrent())
+    library = _runtime.library
+    assert library is not None
+    names = ("cuLaunchKernelEx", "cuTensorMapEncodeTiled", "cuGetErrorName")
+    entry_points = [_entry_point(driver, name) for name in names]
+    library.JaxDsaFrontPublish(device, k, kernels, len(entries), *entry_points)
+
+
+def _manifest() -> list[dict[str, Any]]:
+    """The manifest's entries; they decide how much memory a launch gets, so not one may differ."""
+    try:
+        return _variants.manifest()["kernels"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise KernelUnavailableError(
+            "the manifest of the cubins is missing or damaged; reinstall jax_dsa_front"
+        ) from error
+
+
+def _kernel(driver: ModuleType, entry: dict[str, Any], device: Any) -> _Kernel:
+    """Loads one cubin (once per process) and makes its kernel ready on `device`, whose context is
+    current."""
+    name = entry["name"]
+    if name not in _libraries:
+        cubin = _read_cubin(entry)
+        loaded = driver.cuLibraryLoadData(cubin, None, None, 0, None, None, 0)
+        _libraries[name] = check(driver, loaded)
+    kernel = check(driver, driver.cuLibraryGetKernel(_libraries[name], entry["symbol"].encode()))
+    attribute = driver.CUfunction_attribute
+    for which, value in (
+        (attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, entry["shared_bytes"]),
+        # All of the SM's memory that can be shared, so that two CTAs of split_n fit
+        (attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
+    ):
+        check(driver, driver.cuKernelSetAttribute(which, value, kernel, device))
+    # Loads the code now, never during a launch
+    function = check(driver, driver.cuKernelGetFunction(kernel))
+    return _Kernel(
+        handle=int(kernel),
+        schedule=SCHEDULES.index(entry["schedule"]),
+        tile=entry["tile"],
+        max_batch=entry["max_batch"] or 0,
+        threads=entry["threads"],
+        cluster=entry["cluster"],
+        shared_bytes=entry["shared_bytes"],
+        clusters_per_wave=_clusters_per_wave(driver, function, entry),
+    )
+
+
+def _read_cubin(entry: dict[str, Any]) -> bytes:
+    path = _variants.CUBINS / f"{entry['name']}.cubin"
+    try:
+        cubin = path.read_bytes()
+    except OSError as error:
+        raise KernelUnavailableError(
+            f"{path.name} cannot be read ({error.strerror}); reinstall jax_dsa_front"
+        ) from error
+    if hashlib.sha256(cubin).hexdigest() != entry["sha256"]:
+        raise KernelUnavailableError(
+            f"{path.name} is not the file that the manifest describes; reinstall jax_dsa_front"
+        )
+    return cubin
+
+
+def _clusters_per_wave(driver: ModuleType, function: Any, entry: dict[str, Any]) -> int:
+    """How many clusters of this kernel the current device holds at once."""
+    if entry["cluster"] == 1:
+        return 0  # row_norm: chosen with another kernel, never for its own grid
+    cluster = driver.CUlaunchAttribute()
+    cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    cluster.value.clusterDim.x = entry["cluster"]
+    cluster.value.clusterDim.y = 1
+    cluster.value.clusterDim.z = 1
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = entry["cluster"], 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = entry["threads"], 1, 1
+    config.sharedMemBytes = entry["shared_bytes"]
+    config.attrs, config.numAttrs = [cluster], 1
+    return check(driver, driver.cuOccupancyMaxActiveClusters(function, config))
+
+
+def _entry_point(driver: ModuleType, name: str) -> int:
+    address = check(driver, driver.cuGetProcAddress(name.encode(), 12000, 0))
+    return int(address[0] if isinstance(address, list | tuple) else address)
