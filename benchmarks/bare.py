@@ -113,14 +113,10 @@ class Graphs:
         return check(d.cuGraphInstantiate(check(d.cuStreamEndCapture(self.stream)), 0))
 
     def time(self, graphs, count=LAUNCHES, replays=REPLAYS):
-        """Microseconds per launch of each graph (medians); the replays of all graphs alternate.
-
-        Each timed replay follows one of its own: behind a graph that works harder it is slower.
-        """
+        """Microseconds per launch of each graph (medians); the replays of all graphs alternate."""
         d, samples = self.driver, {name: [] for name in graphs}
         for turn in range(replays + 2):
             for name, graph in graphs.items():
-                check(d.cuGraphLaunch(graph, self.stream))
                 check(d.cuEventRecord(self.events[0], self.stream))
                 check(d.cuGraphLaunch(graph, self.stream))
                 check(d.cuEventRecord(self.events[1], self.stream))

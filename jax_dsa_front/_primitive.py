@@ -169,13 +169,13 @@ def _cuda_lowering(ctx: mlir.LoweringRuleContext, *operands: Any, config: FrontC
 
 
 def _shielded(values: Sequence[Any]) -> Sequence[Any]:
-    """The values behind a barrier that XLA's optimisations do not cross; it costs nothing at run
-    time.
+    """The values behind a barrier that XLA's optimisations do not cross; no kernel comes of it.
 
     XLA's GPU compiler would take slices in front of a custom call, and updates of slices behind it,
     into the call ("dynamic-slice fusion"). Where a scan stacks a result that its body reads too,
     JAX 0.11 then runs the call twice a step, once on a copy of the cache; and where the layers of a
-    cache are a scan's inputs and outputs, the cache's operand and result become two buffers.
+    cache are a scan's inputs and outputs, the cache's operand and result become two buffers. The
+    price: slices of weights in front of the call are copied, as on CPU.
     """
     types = [value.type for value in values]
     return mlir.ir.Operation.create("stablehlo.optimization_barrier", types, values).results

@@ -27,7 +27,7 @@ import sys, pathlib
 import jax
 from jax.experimental import topologies
 import small
-from programs import assert_calls_stand_alone, assert_in_place, touched
+from programs import TARGET, assert_calls_stand_alone, assert_in_place, touched
 
 config, name, fmt = sys.argv[1:]
 topology = topologies.get_topology_desc(
@@ -41,6 +41,8 @@ args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sh
 lowered = jax.jit(program, static_argnums=3, donate_argnums=2).lower(*args, fmt)
 compiled = lowered.compile()
 assert_calls_stand_alone(compiled.as_text())
+calls = {"nested_jit": 2, "reference": 2, "unrolled_layers": small.LAYERS}.get(name, 1)
+assert compiled.as_text().count(f'custom_call_target="{TARGET}"') == calls
 if program != small.layers_as_xs:
     assert_in_place(compiled, small.layer_bytes(args[2]))
     assert not touched(compiled.as_text(), small.HEADS * 128 * 1536 * 2, ("bf16", "f32"))
@@ -62,7 +64,16 @@ def test_loop_bodies_are_command_buffers(tmp_path):
     (dump,) = (tmp_path / "dump").glob("*thunk_sequence_after_thunk_passes*")
     lines = dump.read_text().splitlines()
     call = next(i for i, line in enumerate(lines) if "kCustomCall" in line)
-    assert any("kCommandBuffer" in line for line in lines[:call]), dump.read_text()
+    around, depth = [], indentation(lines[call])
+    for line in reversed(lines[:call]):
+        if indentation(line) < depth:
+            around.append(line)
+            depth = indentation(line)
+    assert any("kCommandBuffer" in line for line in around), dump.read_text()
+
+
+def indentation(line):
+    return len(line) - len(line.lstrip())
 
 
 def compile_for_h200(program, fmt, cwd, flags=""):
