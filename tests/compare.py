@@ -7,6 +7,7 @@ there are few). Cache bytes: at most one in a hundred, by one code. Every byte t
 leaves alone must be as it was.
 """
 
+import jax
 import numpy as np
 
 import oracle
@@ -54,6 +55,16 @@ def assert_same_front(got, want):
         assert (left is None) == (right is None), f"{name}: only one of the two is None"
         if left is not None:
             assert_equal(left, right, name)
+
+
+def assert_same_as_eager(compiled, program, args, fmt):
+    """`compiled(*args)` is `program(*args, fmt)` run call by call, bit for bit; its leaves."""
+    with jax.disable_jit():
+        want = jax.tree.leaves(program(*args, fmt))
+    got = jax.tree.leaves(compiled(*args))
+    for left, right in zip(got, want, strict=True):
+        assert_equal(left, right, program.__name__)
+    return got
 
 
 def assert_share(equal, share, name, message):

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import jax_dsa_front as dsa
-from compare import assert_equal
+from compare import assert_equal, assert_same_as_eager
 from programs import assert_in_place, touched
 from small import (
     BATCH,
@@ -42,22 +42,15 @@ def test_donated_cache_is_not_copied(program, fmt):
     if program in STACKED:  # a layer may be widened for the dot, the stack of all may not
         stack = args[1][1]
         assert not touched(compiled.as_text(), stack.size * 2, ("bf16", "f32"))
-    with jax.disable_jit():
-        want = jax.tree.leaves(program(*args, fmt))
-    got = jax.tree.leaves(compiled(*args))
+    assert_same_as_eager(compiled, program, args, fmt)
     assert args[2].is_deleted()
-    for left, right in zip(got, want, strict=True):
-        assert_equal(left, right, program.__name__)
 
 
 def test_layers_that_a_scan_slices_are_right():
     """Layers of weights and cache as inputs and outputs of the scan."""
-    args = *operands(stacked=True), "fp8"
-    with jax.disable_jit():
-        want = layers_as_xs(*args)
-    got = jax.jit(layers_as_xs, static_argnums=3)(*args)
-    for left, right in zip(got, want, strict=True):
-        assert_equal(left, right, "layers_as_xs")
+    args = operands(stacked=True)
+    compiled = jax.jit(layers_as_xs, static_argnums=3).lower(*args, "fp8").compile()
+    assert_same_as_eager(compiled, layers_as_xs, args, "fp8")
 
 
 def test_donated_pointer_is_stable():

@@ -10,7 +10,7 @@ from jax import lax
 
 import jax_dsa_front as dsa
 import small
-from compare import assert_equal
+from compare import assert_equal, assert_same_as_eager
 from processes import run_python
 from programs import assert_calls_stand_alone, assert_in_place, touched
 
@@ -46,13 +46,6 @@ def test_layers_that_a_scan_slices_are_right(donated, fmt):
     )
     assert_calls_stand_alone(compiled.as_text())
     assert_same_as_eager(compiled, program, args, fmt)
-
-
-def assert_same_as_eager(compiled, program, args, fmt):
-    with jax.disable_jit():
-        want = jax.tree.leaves(program(*args, fmt))
-    for left, right in zip(jax.tree.leaves(compiled(*args)), want, strict=True):
-        assert_equal(left, right, program.__name__)
 
 
 def bits(tree):
@@ -136,9 +129,9 @@ def test_caller_who_does_not_donate_keeps_the_cache(program):
     assert_in_place(compiled, small.layer_bytes(args[2]), copies=["copy"])
     entry = compiled.as_text().split("\nENTRY ")[1]
     assert len(touched(entry, small.layer_bytes(args[2]))) == 1, "the copy is inside a loop"
-    assert_same_as_eager(compiled, program, args, "fp8")
+    got = assert_same_as_eager(compiled, program, args, "fp8")
     assert_equal(args[2], before, "the caller's cache")
-    (cache,) = (leaf for leaf in jax.tree.leaves(compiled(*args)) if leaf.shape == before.shape)
+    (cache,) = (leaf for leaf in got if leaf.shape == before.shape)
     assert (np.asarray(cache) != before).any()
 
 
