@@ -1,8 +1,10 @@
 """Bare kernel launches, timed the way docs/performance.md reports them.
 
 A CUDA graph of 128 launches that rotates over 16 different `wq_b` (201 MB at H = 32, K = 1536, so
-that L2 is cold), no PDL; the figure is microseconds per launch, the median of 15 replays.
-Everything that is compared is timed in one run, because machines and runs differ by 7-10 %."""
+that L2 is cold), no PDL; the figure is microseconds per launch, the median of 15 replays. A replay
+of the floor's graph runs right before each timed one, so that none follows a heavier one's heat or
+an idle GPU. Everything that is compared is timed in one run, because machines and runs differ by
+7-10 %."""
 
 import ctypes
 import statistics
@@ -112,11 +114,13 @@ class Graphs:
             launch(i)
         return check(d.cuGraphInstantiate(check(d.cuStreamEndCapture(self.stream)), 0))
 
-    def time(self, graphs, count=LAUNCHES, replays=REPLAYS):
-        """Microseconds per launch of each graph (medians); the replays of all graphs alternate."""
+    def time(self, graphs, before, count=LAUNCHES, replays=REPLAYS):
+        """Microseconds per launch of each graph (medians); the replays of all graphs alternate,
+        each behind one of the graph `before`."""
         d, samples = self.driver, {name: [] for name in graphs}
         for turn in range(replays + 2):
             for name, graph in graphs.items():
+                check(d.cuGraphLaunch(before, self.stream))
                 check(d.cuEventRecord(self.events[0], self.stream))
                 check(d.cuGraphLaunch(graph, self.stream))
                 check(d.cuEventRecord(self.events[1], self.stream))

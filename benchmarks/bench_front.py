@@ -8,7 +8,8 @@ kernel    bare kernel against the load floor of the same run, beside the jnp for
           protocol is in bare.py
 formats   the bare kernel for the three cache formats
 scan      time per layer of a jitted 24-layer scan over stacked weights and cache, kernel
-          against jnp, with the results stacked or consumed by the next layer
+          against jnp, with the results stacked or consumed by the next layer; and the kernel where
+          the scan slices the weights instead
 dispatch  host time per enqueued call
 
 Inside jit there are two times. *Wall* is what a clock shows while calls are pipelined; a slow host
@@ -115,24 +116,28 @@ def chain(weights, batch, index_front):
     return run, (weights,), (projected, dsa.empty_cache(pages, cache_format="fp8"))
 
 
-def scan(stack, batch, index_front, unroll, consumed):
+def scan(stack, batch, index_front, unroll, consumed, sliced=False):
     """A scan over stacked weights and one stacked, donated cache. The results are stacked, or
-    consumed: one small fusion adds them to the next layer's rows."""
+    consumed: one small fusion adds them to the next layer's rows. `sliced`: each step gets its
+    layer of `wq_b` as a slice."""
     projected, q_norm, pages, slots = operands(batch)
     ones, zeros = jnp.ones(128), jnp.zeros(128)
 
     @partial(jax.jit, donate_argnums=(1, 2))
     def run(stack, rows, cache):
-        def body(carry, layer):
+        def body(carry, step):
             rows, cache = carry
-            front = index_front(rows, q_norm, stack, ones, zeros, cache, slots, layer, **OFFSETS)
+            layer, wq_b = step if sliced else (step, stack)
+            front = index_front(rows, q_norm, wq_b, ones, zeros, cache, slots, layer, **OFFSETS)
             if not consumed:
                 return (rows, front.cache), (front.query, front.weights)
             query = front.query.astype(jnp.bfloat16)
             mixed = jnp.mean(query * front.weights[..., None], axis=1)
             return (rows.at[:, :128].add(mixed), front.cache), None
 
-        carry, results = jax.lax.scan(body, (rows, cache), jnp.arange(LAYERS), unroll=unroll)
+        layers = jnp.arange(LAYERS)
+        steps = (layers, stack) if sliced else layers
+        carry, results = jax.lax.scan(body, (rows, cache), steps, unroll=unroll)
         return *carry, results
 
     cache = dsa.empty_cache(pages, cache_format="fp8", layers=LAYERS)
@@ -162,11 +167,10 @@ def dispatch_us(weights, batch, index_front, calls=1000):
     return statistics.median(samples)
 
 
-def bench_kernel(graphs, weights):
+def bench_kernel(graphs, weights, floor_graph):
     fronts = {batch: bare.Front(graphs, weights, batch) for batch in BATCHES}
-    captured = {"floor": graphs.capture(graphs.floor(weights))}
-    captured |= {batch: graphs.capture(front.launch) for batch, front in fronts.items()}
-    times = graphs.time(captured)
+    captured = {batch: graphs.capture(front.launch) for batch, front in fronts.items()}
+    times = graphs.time({"floor": floor_graph} | captured, before=floor_graph)
     floor = times.pop("floor")
     chains = compile_all({batch: chain(weights, batch, FRONTS["jnp"]) for batch in BATCHES})
     print(f"\nbare kernel and jnp form, us per call (floor of this run {floor:.2f})")
@@ -182,13 +186,14 @@ def bench_kernel(graphs, weights):
     return {"floor_us": floor, "rows": rows}
 
 
-def bench_formats(graphs, weights):
+def bench_formats(graphs, weights, floor_graph):
     fronts = {
         (f, b): bare.Front(graphs, weights, b, cache_format=f)
         for b in BATCHES
         for f in bare.FORMAT_FLAGS
     }
-    times = graphs.time({key: graphs.capture(front.launch) for key, front in fronts.items()})
+    captured = {key: graphs.capture(front.launch) for key, front in fronts.items()}
+    times = graphs.time(captured, before=floor_graph)
     print("\nformats, us per launch (ratio to fp8)")
     for batch in BATCHES:
         base = times["fp8", batch]
@@ -206,6 +211,7 @@ def bench_scan():
     return {
         "stacked": scan_table(stack, UNROLLS, consumed=False),
         "consumed": scan_table(stack, UNROLLS_CONSUMED, consumed=True),
+        "sliced": sliced_table(stack),
     }
 
 
@@ -230,6 +236,21 @@ def scan_table(stack, unrolls, consumed):
         inside = [device_us(*programs[batch, name, unrolls[-1]], LAYERS) for name in FRONTS]
         print(f"{batch:5d} " + " ".join(f"{us:14.2f}" for us in walls + inside), flush=True)
         rows.append({"batch": batch} | dict(zip(heads, walls + inside, strict=True)))
+    return rows
+
+
+def sliced_table(stack, batch=8):
+    """Wall time where the stack goes in whole and where the scan slices it; results consumed."""
+    keys = [(unroll, sliced) for unroll in UNROLLS for sliced in (False, True)]
+    programs = compile_all(
+        {(u, s): scan(stack, batch, FRONTS["cuda"], u, consumed=True, sliced=s) for u, s in keys}
+    )
+    print(f"\nscan over {LAYERS} layers at B = {batch}, wq_b whole or sliced, us per layer")
+    rows = []
+    for unroll in UNROLLS:
+        whole, cut = (wall_us(*programs[unroll, sliced], LAYERS, 7) for sliced in (False, True))
+        print(f"unroll {unroll:2d}: whole {whole:6.2f}, sliced {cut:6.2f}", flush=True)
+        rows.append({"unroll": unroll, "whole_us": whole, "sliced_us": cut})
     return rows
 
 
@@ -286,8 +307,9 @@ def main():
     print(f"{device.device_kind}; {versions}")
     graphs, weights = bare.Graphs(), bare.rotating_weights()
     results = {"gpu": device.device_kind, "versions": versions}
-    results["kernel"] = bench_kernel(graphs, weights)
-    results["formats"] = bench_formats(graphs, weights)
+    floor_graph = graphs.capture(graphs.floor(weights))
+    results["kernel"] = bench_kernel(graphs, weights, floor_graph)
+    results["formats"] = bench_formats(graphs, weights, floor_graph)
     results["scan"] = bench_scan()
     results["dispatch"] = bench_dispatch(weights)
     arguments.output.mkdir(parents=True, exist_ok=True)

@@ -82,11 +82,15 @@ def front_arguments(
     key_offset = _rules.integer("key_offset", arguments["key_offset"], 0)
     _fits("key_offset", key_offset, "128", HEAD_DIM, "key", arguments, arrays)
     num_heads = arguments["num_heads"]
+    if num_heads is None:
+        num_heads, bound = heads, "num_heads, the heads of all shards, is needed with head_start"
+    else:
+        bound = f"num_heads - H = {num_heads} - {heads}"
     num_heads = _rules.integer(
-        "num_heads", heads if num_heads is None else num_heads, heads, MAX_HEADS
+        *("num_heads", num_heads, heads, MAX_HEADS), f"at least the heads of wq_b, H = {heads}"
     )
     first_head, head_start_operand = _rules.index(
-        "head_start", arguments["head_start"], num_heads - heads + 1
+        "head_start", arguments["head_start"], num_heads - heads + 1, bound
     )
     weight_offset = _rules.integer("weight_offset", arguments["weight_offset"], 0)
     if first_head is None:  # traced: any shard's
@@ -139,6 +143,11 @@ def scorer_arguments(
     four_bit = cache_format(format_name) == "mxfp4"
     columns = HEAD_DIM // 2 if four_bit else HEAD_DIM
     if four_bit:
+        if query_scale is None:
+            raise TypeError(
+                "query_scale must be an array with cache_format='mxfp4', where the scales are a "
+                "result of their own, got None"
+            )
         arrays = {**arrays, "query_scale": query_scale}
     elif query_scale is not None:
         raise ValueError(
@@ -217,12 +226,15 @@ def _weights_dtype(value: Any) -> str:
     try:
         name = "None" if value is None else jnp.dtype(value).name
     except TypeError:
-        name = repr(value)
+        name = str(value)
     return _rules.choice("weights_dtype", name, WEIGHTS_DTYPES)
 
 
 def _implementation(value: Any) -> str | None:
-    return None if value is None else _rules.choice("implementation", value, IMPLEMENTATIONS)
+    if value is None or (isinstance(value, str) and value in IMPLEMENTATIONS):
+        return value
+    names = ", ".join(f'"{name}"' for name in IMPLEMENTATIONS)
+    raise ValueError(f"implementation must be None or one of {names}, got {value!r}")
 
 
 def _stack_length(stackable: dict[str, Any]) -> dict[str, int]:

@@ -3,6 +3,7 @@
 import argparse
 import ctypes
 import importlib.metadata
+import os
 import platform
 import sys
 from collections import Counter
@@ -36,16 +37,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="format of the demo's key cache (default: fp8)",
     )
     options = parser.parse_args(arguments)
-    if options.command == "info":
-        print("\n".join(_terminal.row(label, text) for label, text in info()))
-        return 0
-    from jax_dsa_front import _demo
-
     try:
+        if options.command == "info":
+            print("\n".join(_terminal.row(label, text) for label, text in info()), flush=True)
+            return 0
+        from jax_dsa_front import _demo
+
         return _demo.run(options.cache_format)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # as in `jax-dsa-front info | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's last flush
+        return 141
 
 
 def info() -> list[tuple[str, str]]:

@@ -151,9 +151,12 @@ def _cuda_lowering(ctx: mlir.LoweringRuleContext, *operands: Any, config: FrontC
     avals: Sequence[Any] = ctx.avals_in
     rows = avals[PROJECTED].shape[0], avals[WQ_B].shape[-1]
     scratch = avals[PROJECTED].update(shape=rows)
+    projected, *others = _shielded([operands[PROJECTED], *operands[CACHE:]])
     *results, _ = rule(
         ctx.replace(avals_out=[*ctx.avals_out, scratch]),
-        *_shielded(operands),
+        projected,
+        *operands[PROJECTED + 1 : CACHE],  # q_norm, wq_b and the key's norm
+        *others,
         key_offset=np.int32(config.key_offset),
         weight_offset=np.int32(config.weight_offset),
         eps=np.float32(config.eps),
@@ -171,11 +174,12 @@ def _cuda_lowering(ctx: mlir.LoweringRuleContext, *operands: Any, config: FrontC
 def _shielded(values: Sequence[Any]) -> Sequence[Any]:
     """The values behind a barrier that XLA's optimisations do not cross; no kernel comes of it.
 
-    XLA's GPU compiler would take slices in front of a custom call, and updates of slices behind it,
-    into the call ("dynamic-slice fusion"). Where a scan stacks a result that its body reads too,
-    JAX 0.11 then runs the call twice a step, once on a copy of the cache; and where the layers of a
-    cache are a scan's inputs and outputs, the cache's operand and result become two buffers. The
-    price: slices of weights in front of the call are copied, as on CPU.
+    XLA's GPU compiler takes slices in front of a custom call, and updates of slices behind it, into
+    the call ("dynamic-slice fusion"). Where a scan stacks a result that its body reads too, JAX
+    0.11 then runs the call twice a step, once on a copy of the cache; and where the layers of a
+    cache are a scan's inputs and outputs, the cache's operand and result become two buffers. Rows
+    that a loop slices would move from step to step, and XLA record its CUDA graph again each time,
+    for a copy of some KB. The weights have no barrier: a copy of `wq_b` takes longer than the call.
     """
     types = [value.type for value in values]
     return mlir.ir.Operation.create("stablehlo.optimization_barrier", types, values).results

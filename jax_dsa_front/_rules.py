@@ -39,11 +39,15 @@ def rows(name: str, value: Any, batch: Any, other: str) -> None:
         raise ValueError(f"{name} must have as many rows as {other} ({batch}), got {value.shape}")
 
 
-def integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+def integer(
+    name: str, value: Any, low: int, high: int | None = None, meaning: str | None = None
+) -> int:
+    """A Python int from `low` to `high`; `meaning` says where these come from."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} must be a Python int, got {type(value).__name__}")
     if value < low or (high is not None and value > high):
         rule = f"at least {low}" if high is None else f"between {low} and {high}"
+        rule += "" if meaning is None else f" ({meaning})"
         raise ValueError(f"{name} must be {rule}, got {value}")
     return int(value)
 
@@ -62,10 +66,10 @@ def positive_float(name: str, value: Any) -> float:
     return float(value)
 
 
-def index(name: str, value: Any, size: int) -> tuple[int | None, Any]:
+def index(name: str, value: Any, size: int, meaning: str | None = None) -> tuple[int | None, Any]:
     """An int in [0, size) as it is, or an integer scalar array as an int32 operand."""
     if isinstance(value, (bool, int, np.generic)):
-        return integer(name, value, 0, size - 1), None
+        return integer(name, value, 0, size - 1, meaning), None
     if not isinstance(value, (*CONCRETE, jax.ShapeDtypeStruct)):
         raise TypeError(f"{name} must be an int or an integer scalar, got {type(value).__name__}")
     if not jnp.issubdtype(value.dtype, np.integer):

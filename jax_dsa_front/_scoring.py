@@ -31,9 +31,13 @@ def empty_cache(
     """A cache of zeros: uint8 `[pages, page_size, R]`, with a leading axis if `layers` is given.
 
     R is 132 bytes per token for "fp8" and "mxfp8", 68 for "mxfp4". Zero bytes decode to zero keys.
-    Raises TypeError or ValueError if a size is not a positive int or the format is unknown.
+    Raises TypeError or ValueError if the format is unknown or a size is not an int in its range:
+    `pages` below 2**31 - 1, `page_size` up to 2**25, all from 1.
     """
-    shape = [_rules.integer("pages", pages, 1), _rules.integer("page_size", page_size, 1)]
+    shape = [
+        _rules.integer("pages", pages, 1, _checks.MAX_PAGES),
+        _rules.integer("page_size", page_size, 1, _checks.MAX_PAGE_SIZE),
+    ]
     if layers is not None:
         shape.insert(0, _rules.integer("layers", layers, 1))
     return jnp.zeros([*shape, ROW_BYTES[_checks.cache_format(cache_format)]], jnp.uint8)

@@ -135,10 +135,31 @@ def layers_as_xs(projected, weights, cache, fmt):
     return lax.scan(body, None, (*weights, cache))[1]
 
 
+def weights_as_xs(projected, weights, cache, fmt):
+    """The scan slices the weights and carries the cache."""
+
+    def body(cache, xs):
+        front = step(projected, xs[1], cache, jnp.arange(BATCH), xs[0], fmt)
+        return front.cache, front.query
+
+    return lax.scan(body, cache, (jnp.arange(LAYERS), weights))
+
+
 def unrolled_layers(projected, weights, cache, fmt):
     queries = []
     for layer in range(LAYERS):
         front = step(projected, weights, cache, jnp.arange(BATCH), layer, fmt)
+        cache = front.cache
+        queries.append(front.query)
+    return cache, queries
+
+
+def unrolled_weights(projected, weights, cache, fmt):
+    """The layers' weights are slices at constant places; the cache is whole."""
+    queries = []
+    for layer in range(LAYERS):
+        own = [stack[layer] for stack in weights]
+        front = step(projected, own, cache, jnp.arange(BATCH), layer, fmt)
         cache = front.cache
         queries.append(front.query)
     return cache, queries
@@ -165,6 +186,37 @@ def cond(projected, weights, cache, fmt):
     )
 
 
+def cond_of_two_calls(projected, weights, cache, fmt):
+    return lax.cond(
+        projected[0, 0] > 0,
+        lambda cache: step(projected, weights, cache, jnp.arange(BATCH), fmt=fmt).cache,
+        lambda cache: step(-projected, weights, cache, jnp.arange(BATCH) + 9, fmt=fmt).cache,
+        cache,
+    )
+
+
+def page_cleared_behind(projected, weights, cache, fmt):
+    front = step(projected, weights, cache, jnp.arange(BATCH), fmt=fmt)
+    return front.query, front.cache.at[3].set(0)
+
+
+def old_cache_read_in_order(projected, weights, cache, fmt):
+    """Without this barrier XLA 0.12 writes to a copy, as docs/integration.md says."""
+    old = dsa.read_keys(cache, jnp.arange(64), cache_format=fmt)
+    cache, old = lax.optimization_barrier((cache, old))
+    return old, step(projected, weights, cache, jnp.arange(BATCH), fmt=fmt)
+
+
+def scores_behind(projected, weights, cache, fmt):
+    front = step(projected, weights, cache, jnp.arange(BATCH), fmt=fmt)
+    scores = dsa.index_scores(
+        *(front.query, front.query_scale, front.weights, front.cache),
+        *(jnp.tile(jnp.arange(8), (BATCH, 1)), jnp.arange(BATCH) + 5),
+        cache_format=fmt,
+    )
+    return jnp.isfinite(scores), front.cache  # their sums have another order in each program
+
+
 def reference(projected, weights, cache, fmt):
     ref = jax.new_ref(cache)
     for token in range(2):
@@ -174,10 +226,17 @@ def reference(projected, weights, cache, fmt):
 
 
 IN_PLACE_STACKED = [layer_scan, layer_scan_that_reads, token_and_layer_scan, unrolled_layers]
-STACKED = {*IN_PLACE_STACKED, layers_as_xs}
-PROGRAMS = [plain, token_scan, rows_as_xs, token_while, nested_jit, remat, *IN_PLACE_STACKED]
-# XLA's GPU compiler keeps these in place too; the CPU compiler has tests of its own for them.
-GPU_PROGRAMS = [*PROGRAMS, cond, reference]
+SLICED_WEIGHTS = [weights_as_xs, unrolled_weights, layers_as_xs]
+STACKED = {*IN_PLACE_STACKED, *SLICED_WEIGHTS}
+PROGRAMS = [
+    *(plain, token_scan, rows_as_xs, token_while, nested_jit, remat, page_cleared_behind),
+    *IN_PLACE_STACKED,
+]
+# XLA's GPU compiler keeps these in place too; for some the CPU compiler has tests of its own.
+GPU_PROGRAMS = [
+    *(*PROGRAMS, cond, cond_of_two_calls, reference, scores_behind),
+    *(old_cache_read_in_order, weights_as_xs, unrolled_weights),
+]
 
 
 def layer_bytes(cache):

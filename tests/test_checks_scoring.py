@@ -29,7 +29,7 @@ BAD_SCORES = [
     ("query fp8 for mxfp4", SCORES4, dict(query=shape(4, 8, 64, dtype=FP8)), TypeError, r"query .*uint8.*got float8_e4m3fn"),
     ("query 64 wide", SCORES, dict(query=shape(4, 8, 64, dtype=FP8)), ValueError, r"query .*128.*got \(4, 8, 64\)"),
     ("query_scale for fp8", SCORES, dict(query_scale=shape(4, 8, dtype=jnp.uint32)), ValueError, r"query_scale must be None.*fp8"),
-    ("query_scale missing", SCORES4, dict(query_scale=None), TypeError, r"query_scale .*got NoneType"),
+    ("query_scale missing", SCORES4, dict(query_scale=None), TypeError, r"query_scale must be an array.*mxfp4.*got None"),
     ("query_scale i32", SCORES4, dict(query_scale=shape(4, 8, dtype=I32)), TypeError, r"query_scale .*uint32.*got int32"),
     ("query_scale of other heads", SCORES4, dict(query_scale=shape(4, 9, dtype=jnp.uint32)), ValueError, r"query_scale .*\(4, 8\).*got \(4, 9\)"),
     ("weights f16", SCORES, dict(weights=shape(4, 8, dtype=jnp.float16)), TypeError, r"weights .*bfloat16 or float32.*got float16"),
@@ -86,10 +86,12 @@ def test_the_bases_themselves_are_good():
         (dict(pages=0), ValueError, "pages .*1.*got 0"),
         (dict(pages=2.0), TypeError, "pages .*int.*got float"),
         (dict(pages=2, page_size=0), ValueError, "page_size .*1.*got 0"),
+        (dict(pages=2, page_size=2**25 + 1), ValueError, "page_size .*33554432, got 33554433"),
+        (dict(pages=2**31 - 1), ValueError, "pages .*2147483646, got 2147483647"),
         (dict(pages=2, layers=0), ValueError, "layers .*1.*got 0"),
         (dict(pages=2, cache_format="fp16"), ValueError, "cache_format .*got 'fp16'"),
     ],
-    ids=["no-pages", "float", "no-tokens", "no-layers", "format"],
+    ids=["no-pages", "float", "no-tokens", "tokens", "pages", "no-layers", "format"],
 )
 def test_empty_cache(arguments, exception, pattern):
     with pytest.raises(exception, match=pattern):

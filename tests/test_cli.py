@@ -47,6 +47,20 @@ def test_the_script_runs_the_installed_package():
     assert not pathlib.Path(folder).is_relative_to(TESTS.parent / "jax_dsa_front")
 
 
+def test_a_reader_that_stops_reading_is_no_error():
+    """As in `jax-dsa-front info | head -1`: the pipe is closed before the first line."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", MODULE, "info"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    process.stderr.close()
+    assert process.wait(timeout=300) == 141  # what a shell reports for a process that SIGPIPE ends
+
+
 def test_demo(tmp_path):
     """The main job as a newcomer runs it; `run_python` fails on any exit status but 0."""
     table = table_of_the_demo(tmp_path, JAX_PLATFORMS="cpu")

@@ -28,10 +28,11 @@ def test_compiled_program_is_in_place(program, fmt):
     """Aliased custom calls, no copy of cache or weight layer; the bits of eager calls."""
     args = operands(stacked=program in small.STACKED, fmt=fmt)
     compiled = jax.jit(program, static_argnums=3, donate_argnums=2).lower(*args, fmt).compile()
-    assert_calls_stand_alone(compiled.as_text())
+    sliced = program in small.SLICED_WEIGHTS
+    assert_calls_stand_alone(compiled.as_text(), sliced)
     assert_in_place(compiled, small.layer_bytes(args[2]))
     weight_layer = small.HEADS * 128 * K * 2
-    assert not touched(compiled.as_text(), weight_layer, ("bf16", "f32"))
+    assert sliced or not touched(compiled.as_text(), weight_layer, ("bf16", "f32"))
     assert_same_as_eager(compiled, program, args, fmt)
 
 
@@ -44,7 +45,7 @@ def test_layers_that_a_scan_slices_are_right(donated, fmt):
     compiled = (
         jax.jit(program, static_argnums=3, donate_argnums=donated).lower(*args, fmt).compile()
     )
-    assert_calls_stand_alone(compiled.as_text())
+    assert_calls_stand_alone(compiled.as_text(), sliced=True)
     assert_same_as_eager(compiled, program, args, fmt)
 
 

@@ -8,11 +8,12 @@ import pytest
 from processes import run_python
 
 PRELUDE = """
-import functools, re, sys
+import functools, sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import jax_dsa_front as dsa
 from compare import assert_equal
+from programs import COLLECTIVES
 
 fmt, DEVICES, K = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 assert jax.device_count() == DEVICES
@@ -32,8 +33,7 @@ def fields(front):
 
 def assert_local(compiled, cache_bytes):
     text = compiled.as_text()
-    names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-    assert not re.findall(names, text), re.findall(names, text)
+    assert not COLLECTIVES.findall(text), COLLECTIVES.findall(text)
     assert "input_output_alias" in text.split("\\n", 1)[0]
     assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes
 """
