@@ -38,7 +38,9 @@ class Checker {
   }
   void Aligned(const char* name, const void* address, uintptr_t bytes) {
     if (reinterpret_cast<uintptr_t>(address) % bytes == 0) return;
-    Fail(std::string(name) + " must be aligned to " + std::to_string(bytes) + " bytes");
+    Fail(std::string(name) + " must be aligned to " + std::to_string(bytes) +
+         " bytes: XLA has passed a slice of an array where it lies; take the slice at another place, or call "
+         "jax.lax.optimization_barrier on it");
   }
   void Require(bool holds, const char* rule) {
     if (!holds) Fail(rule);

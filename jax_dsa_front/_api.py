@@ -81,8 +81,8 @@ def index_front(
     slots            int32 or int64 [B]: the token slot of each row's key, page = slot // page_size;
                      a slot that is negative or past the end stores nothing
     layer            which layer of the stacked operands: an int, or an integer scalar array.
-                     Needed as soon as one is stacked. Pass stacks whole: slicing copies them. An
-                     array out of range reads the nearest layer and stores nothing
+                     Needed as soon as one is stacked. Pass stacks whole: most slices are copied.
+                     An array out of range reads the nearest layer and stores nothing
     key              bfloat16 [B, >= key_offset + 128], default `projected`
     head_weights     bfloat16 or float32 [B, >= weight_offset + H], default `projected`
     key_offset       first column of the key
@@ -118,7 +118,10 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
 
     Raises what `index_front` would raise, NotImplementedError for an impossible "cuda" included.
     """
-    bound = inspect.signature(index_front).bind(*args, **kwargs)
+    try:
+        bound = inspect.signature(index_front).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"explain takes the arguments of index_front: {error}") from None
     bound.apply_defaults()
     config, operands = _checks.front_arguments(bound.arguments, abstract=True)
     if _runtime.local_cuda_architectures():

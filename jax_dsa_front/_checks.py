@@ -70,7 +70,7 @@ def front_arguments(
     if width < latent:
         raise ValueError(
             f"projected must have at least K columns, where wq_b is (H*128, K) with K = {latent}, "
-            f"got {width}"
+            f"got {width} and wq_b {arrays['wq_b'].shape}"
         )
     _rules.width("q_norm", arrays["q_norm"], latent, "K = wq_b.shape[-1]")
     _rules.width("key_norm_weight", arrays["key_norm_weight"], HEAD_DIM, "the width of a key")
@@ -254,10 +254,14 @@ def _layer(layer: Any, stacked: dict[str, int]) -> tuple[int | None, Any]:
         return None, None
     length = next(iter(stacked.values()))
     if layer is None:
-        raise ValueError(
-            f"layer is required because of stacked {', '.join(stacked)} (L = {length}), got None"
+        one_layer = ", ".join(
+            f"{name} {SHAPES[name][STACKABLE[name]].format(row='R')}" for name in stacked
         )
-    return _rules.index("layer", layer, length)
+        raise ValueError(
+            f"layer is required because of stacked {', '.join(stacked)} (L = {length}; one layer's "
+            f"shapes: {one_layer}), got None"
+        )
+    return _rules.index("layer", layer, length, f"stacks of L = {length}")
 
 
 def _reader_layer(layer: Any, cache: Any) -> Any:

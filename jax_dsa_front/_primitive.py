@@ -1,6 +1,6 @@
 """The JAX primitive behind `index_front`: shapes, lowerings, and the transforms that it refuses.
 
-All semi-public JAX (`jax.extend`, `jax.interpreters`, `jax.ffi`) is imported here and nowhere else.
+All semi-public JAX (`jax.extend`, `jax.interpreters`) is imported here and nowhere else.
 
 `index_front` is one equation in a jaxpr. On CUDA it becomes one custom call with the cache aliased
 onto its result, or the jnp form; on every other platform the jnp form. The choice is made while
@@ -151,12 +151,10 @@ def _cuda_lowering(ctx: mlir.LoweringRuleContext, *operands: Any, config: FrontC
     avals: Sequence[Any] = ctx.avals_in
     rows = avals[PROJECTED].shape[0], avals[WQ_B].shape[-1]
     scratch = avals[PROJECTED].update(shape=rows)
-    projected, *others = _shielded([operands[PROJECTED], *operands[CACHE:]])
+    shielded = _shielded([*operands[:WQ_B], *operands[WQ_B + 1 :]])
     *results, _ = rule(
         ctx.replace(avals_out=[*ctx.avals_out, scratch]),
-        projected,
-        *operands[PROJECTED + 1 : CACHE],  # q_norm, wq_b and the key's norm
-        *others,
+        *(*shielded[:WQ_B], operands[WQ_B], *shielded[WQ_B:]),
         key_offset=np.int32(config.key_offset),
         weight_offset=np.int32(config.weight_offset),
         eps=np.float32(config.eps),
@@ -177,9 +175,10 @@ def _shielded(values: Sequence[Any]) -> Sequence[Any]:
     XLA's GPU compiler takes slices in front of a custom call, and updates of slices behind it, into
     the call ("dynamic-slice fusion"). Where a scan stacks a result that its body reads too, JAX
     0.11 then runs the call twice a step, once on a copy of the cache; and where the layers of a
-    cache are a scan's inputs and outputs, the cache's operand and result become two buffers. Rows
-    that a loop slices would move from step to step, and XLA record its CUDA graph again each time,
-    for a copy of some KB. The weights have no barrier: a copy of `wq_b` takes longer than the call.
+    cache are a scan's inputs and outputs, the cache's operand and result become two buffers. Small
+    operands would save a copy of some KB, but may begin where the kernel cannot read them, and
+    where a loop slices them, XLA records its CUDA graph again in each step. `wq_b` has no barrier:
+    a copy of one layer of it takes longer than the call.
     """
     types = [value.type for value in values]
     return mlir.ir.Operation.create("stablehlo.optimization_barrier", types, values).results

@@ -19,7 +19,8 @@ def choice(name: str, value: Any, known: Iterable[str]) -> str:
 
 def array(name: str, value: Any, abstract: bool = False) -> None:
     if not (isinstance(value, CONCRETE) or (abstract and isinstance(value, jax.ShapeDtypeStruct))):
-        raise TypeError(f"{name} must be a JAX or NumPy array, got {type(value).__name__}")
+        way_out = ": pass what it holds, ref[...]" if isinstance(value, jax.Ref) else ""
+        raise TypeError(f"{name} must be a JAX or NumPy array, got {type(value).__name__}{way_out}")
 
 
 def dtype(name: str, value: Any, *allowed: str) -> None:
@@ -44,7 +45,9 @@ def integer(
 ) -> int:
     """A Python int from `low` to `high`; `meaning` says where these come from."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"{name} must be a Python int, got {type(value).__name__}")
+        raise TypeError(
+            f"{name} must be a Python int, known while tracing, got {type(value).__name__}"
+        )
     if value < low or (high is not None and value > high):
         rule = f"at least {low}" if high is None else f"between {low} and {high}"
         rule += "" if meaning is None else f" ({meaning})"
@@ -54,7 +57,9 @@ def integer(
 
 def positive_float(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (float, int, np.floating, np.integer)):
-        raise TypeError(f"{name} must be a Python float, got {type(value).__name__}")
+        raise TypeError(
+            f"{name} must be a Python float, known while tracing, got {type(value).__name__}"
+        )
     try:
         with np.errstate(over="ignore", under="ignore"):
             rounded = np.float32(value)

@@ -9,6 +9,7 @@ import functools
 import importlib
 import os
 import re
+import struct
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -24,18 +25,25 @@ TARGET = "jax_dsa_front.index_front.v1"
 MINIMUM_DRIVER = 12040
 
 
-def _refuse_second_copy() -> None:
-    """Two copies would register two handlers under one name, which breaks JAX's backends."""
+def _only_copy() -> ModuleType:
+    """A mark of this copy for the process. Two copies, also the same one imported anew, would
+    register two handlers under one name, which breaks JAX's backends."""
     here = str(Path(__file__).parent)
-    first = sys.modules.setdefault("_jax_dsa_front_copy", ModuleType(here)).__name__
-    if first != here:
+    mark = sys.modules.setdefault("_jax_dsa_front_copy", ModuleType(here))
+    if mark.__name__ != here:
         raise ImportError(
-            f"jax_dsa_front is already loaded in this process, from {first}; "
+            f"jax_dsa_front is already loaded in this process, from {mark.__name__}; "
             f"the copy at {here} cannot be imported beside it"
         )
+    if hasattr(mark, "registered"):
+        raise ImportError(
+            f"jax_dsa_front was imported from {here} in this process before, and its handler "
+            "cannot be exchanged; restart Python to import it anew"
+        )
+    return mark
 
 
-_refuse_second_copy()
+_mark = _only_copy()
 
 
 NOT_BUILT = "the package was not built (its {} missing): pip install it, or leave the source tree"
@@ -45,6 +53,11 @@ class KernelUnavailableError(RuntimeError):
     """One sentence why a kernel cannot be loaded on this machine."""
 
 
+# C functions of the handler library
+SYMBOLS = (
+    *("JaxDsaFrontFfiMinor", "JaxDsaFrontInitialize", "JaxDsaFrontExecute", "JaxDsaFrontLaunch"),
+    *("JaxDsaFrontSetLoader", "JaxDsaFrontPublish", "JaxDsaFrontClose"),
+)
 _registration_error: str | None = "jax_dsa_front was not imported as a package"
 library: ctypes.CDLL | None = None
 """The registered handler library."""
@@ -57,11 +70,12 @@ def register(load: Any) -> None:
     """Opens the handler library and registers it with JAX for CUDA; remembers why not where it
     cannot. `load` is the C callback that the library asks for kernels."""
     global library, _registration_error
+    _mark.registered = True  # type: ignore[attr-defined]
     if not LIBRARY.exists():
         _registration_error = NOT_BUILT.format("handler library is")
         return
     try:
-        handler = ctypes.CDLL(str(LIBRARY))
+        handler = _opened(LIBRARY)
     except OSError as error:
         _registration_error = (
             f"the handler library cannot be loaded ({error}); reinstall jax_dsa_front"
@@ -90,6 +104,24 @@ def register(load: Any) -> None:
     # A forked child has none of the parent's threads, so it must not wait for a load of theirs.
     os.register_at_fork(after_in_child=lambda: atexit.unregister(handler.JaxDsaFrontClose))
     library, _registration_error = handler, None
+
+
+def _opened(path: Path) -> ctypes.CDLL:
+    """The shared library. Raises OSError if it is not whole: the system would map a truncated one,
+    and end the process where it touches what is not there."""
+    with path.open("rb") as file:
+        header = file.read(64)
+    if len(header) == 64 and header.startswith(b"\x7fELF"):
+        # e_shoff, e_shentsize and e_shnum of a 64-bit header: the section headers end the file
+        (start,) = struct.unpack_from("<Q", header, 0x28)
+        each, count = struct.unpack_from("<HH", header, 0x3A)
+        if path.stat().st_size < start + each * count:
+            raise OSError(f"{path} is truncated")
+    handler = ctypes.CDLL(str(path))
+    lacks = [name for name in SYMBOLS if not hasattr(handler, name)]
+    if lacks:
+        raise OSError(f"{path} has no {lacks[0]}")
+    return handler
 
 
 def registration_error() -> str | None:

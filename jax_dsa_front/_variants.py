@@ -15,7 +15,7 @@ CUBINS = Path(__file__).parent / "cubins"
 MANIFEST = CUBINS / "manifest.json"
 
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
-MAX_HEADS = 65535  # an extent of the grid
+MAX_GRID_HEADS = 65535  # an extent of the grid
 LATENT_WIDTHS = (1280, 1536, 2048)  # K: query ranks of public DSA models
 
 
@@ -56,8 +56,8 @@ def _shipped() -> tuple[Variant, ...]:
     return tuple(variants)
 
 
-# In order of preference for a given architecture and K: the first whose grid runs in one wave is
-# taken, else the last.
+# In order of preference for a given architecture and K: the first whose `max_batch` admits B and
+# whose grid runs in one wave is taken, else the last.
 VARIANTS = _shipped()
 
 # implementation=None takes the jnp form above this batch: the largest at which the kernel was
@@ -88,8 +88,8 @@ def unsupported(k: int, pitch: int, arch: str, heads: int = 1) -> str | None:
             "the kernel needs rows of projected that start at multiples of 16 bytes: "
             f"a width P that is a multiple of 8, got {pitch}"
         )
-    if heads > MAX_HEADS:
-        return f"the kernel takes at most {MAX_HEADS} heads, got {heads}"
+    if heads > MAX_GRID_HEADS:
+        return f"the kernel takes at most {MAX_GRID_HEADS} heads, got {heads}"
     return None
 
 
@@ -109,7 +109,11 @@ def manifest() -> dict[str, Any]:
 
     Raises FileNotFoundError in a tree that was not built, ValueError if a byte of it changed.
     """
-    content = json.loads(MANIFEST.read_text())
-    if digest(content["kernels"]) != content["sha256"]:
-        raise ValueError(f"{MANIFEST.name} is damaged")
+    try:
+        content = json.loads(MANIFEST.read_text())
+        whole = digest(content["kernels"]) == content["sha256"]
+    except (ValueError, KeyError, TypeError):
+        whole = False
+    if not whole:
+        raise ValueError(f"{MANIFEST.name} is damaged; reinstall jax_dsa_front")
     return content

@@ -8,6 +8,8 @@ import pathlib
 import re
 import shutil
 
+import numpy.random.mtrand
+
 import jax_dsa_front as dsa
 
 PACKAGE = pathlib.Path(dsa.__file__).parent
@@ -51,6 +53,15 @@ def written(name, content):
     return lambda package: (package / name).write_bytes(content)
 
 
+def cut(name, size):
+    return lambda package: (package / name).write_bytes((package / name).read_bytes()[:size])
+
+
+def another_library(package):
+    """A whole one, without the functions of ours."""
+    shutil.copy(numpy.random.mtrand.__file__, package / "libjax_dsa_front.so")
+
+
 def flip_a_bit(data):
     middle = len(data) // 2
     return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
@@ -83,6 +94,9 @@ HANDLER_FAULTS = {
     "missing handler": (removed("libjax_dsa_front.so"), "not built"),
     "empty handler": (written("libjax_dsa_front.so", b""), "handler"),
     "handler of another machine": (written("libjax_dsa_front.so", b"\xca\xfe" * 4096), "handler"),
+    "truncated handler": (cut("libjax_dsa_front.so", 200_000), "handler.*truncated.*reinstall"),
+    "almost whole handler": (cut("libjax_dsa_front.so", -1), "handler.*truncated.*reinstall"),
+    "another library": (another_library, "handler.*has no JaxDsaFront.*reinstall"),
 }
 
 

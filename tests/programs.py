@@ -12,6 +12,7 @@ import jax
 import cases
 
 TARGET = "jax_dsa_front.index_front.v1"
+NO_DUMP_OF_GRAPHS = "XLA of JAX 0.10 dumps its thunks before it makes command buffers of them"
 COLLECTIVES = re.compile("all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter")
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?\S+ = (\w+)\[([\d,]*)\]\S* ([\w-]+)\(", re.M)
 ITEM_BYTES = {"u8": 1, "bf16": 2, "f32": 4}

@@ -76,16 +76,18 @@ BAD = [
     # Offsets
     ("key past P", UNSTACKED, dict(key_offset=K + 128), ValueError, r"key_offset \+ 128 .*projected \(no key is given\), 392.*got 384 \+ 128"),
     ("key_offset negative", UNSTACKED, dict(key_offset=-1), ValueError, r"key_offset .*got -1"),
-    ("key_offset float", UNSTACKED, dict(key_offset=256.0), TypeError, r"key_offset .*int.*got float"),
+    ("key_offset float", UNSTACKED, dict(key_offset=256.0), TypeError, r"key_offset .*int, known while tracing.*got float"),
     ("key_offset bool", UNSTACKED, dict(key_offset=True), TypeError, r"key_offset .*int.*got bool"),
     ("key past its own array", UNSTACKED, dict(key=shape(BATCH, 130), key_offset=3), ValueError, r"key_offset \+ 128 .*key, 130.*got 3 \+ 128"),
     ("weights past P", UNSTACKED, dict(weight_offset=K + 129), ValueError, r"weight_offset .*projected \(no head_weights is given\), 392.*got 385 \+ 8"),
     ("weight_offset negative", UNSTACKED, dict(weight_offset=-8), ValueError, r"weight_offset .*got -8"),
     ("weights past their own array", UNSTACKED, dict(head_weights=shape(BATCH, 8), weight_offset=1), ValueError, r"weight_offset .*head_weights, 8.*got 1 \+ 8"),
     # Layers
-    ("layer missing", STACKED, dict(layer=None), ValueError, r"layer is required .*wq_b, cache.*got None"),
+    ("layer missing", STACKED, dict(layer=None), ValueError, r"layer is required .*wq_b, cache.*L = 3.*got None"),
+    ("wq_b with an axis of heads", UNSTACKED, dict(wq_b=shape(HEADS, 128, K)), ValueError, r"layer is required .*wq_b.*one layer's shapes: wq_b \(H\*128, K\)"),
+    ("wq_b transposed", UNSTACKED, dict(wq_b=shape(K, HEADS * 128)), ValueError, r"projected .*wq_b is \(H\*128, K\) with K = 1024, got 392 and wq_b \(256, 1024\)"),
     ("layer superfluous", UNSTACKED, dict(layer=0), ValueError, r"layer .*stacked.*got 0"),
-    ("layer past the end", STACKED, dict(layer=LAYERS), ValueError, r"layer .*2.*got 3"),
+    ("layer past the end", STACKED, dict(layer=LAYERS), ValueError, r"layer .*2.*L = 3.*got 3"),
     ("layer negative", STACKED, dict(layer=-1), ValueError, r"layer .*got -1"),
     ("layer float", STACKED, dict(layer=1.0), TypeError, r"layer .*int.*got float"),
     ("layer a float array", STACKED, dict(layer=shape(dtype=F32)), TypeError, r"layer .*integer.*got float32"),
@@ -139,8 +141,19 @@ def test_the_base_itself_is_good(base):
 
 @pytest.mark.parametrize("missing", ["eps", "key_eps", "key_offset", "weight_offset"])
 def test_required_keyword(missing):
+    rest = {k: v for k, v in UNSTACKED.items() if k != missing}
     with pytest.raises(TypeError, match=missing):
-        trace(dsa.index_front, {k: v for k, v in UNSTACKED.items() if k != missing})
+        trace(dsa.index_front, rest)
+    with pytest.raises(
+        TypeError, match=rf"explain takes the arguments of index_front: .*{missing}"
+    ):
+        dsa.explain(**rest)
+
+
+def test_a_reference_is_to_be_read():
+    projected, weights, cache = small.operands(pages=4)
+    with pytest.raises(TypeError, match=r"cache must be .* array, got Ref: .*ref\[\.\.\.\]"):
+        small.step(projected, weights, jax.new_ref(cache), jnp.arange(BATCH))
 
 
 def test_refused_before_anything_runs():

@@ -79,7 +79,7 @@ def test_fork_after_import(good, tmp_path):
     assert out.split() == [good, good]
 
 
-@pytest.mark.parametrize("name", ["jax_dsa_front", "vendored_front"])
+@pytest.mark.parametrize("name", ["jax_dsa_front", "vendored_front", "again"])
 def test_two_copies_in_one_process(name, good, tmp_path):
     """A second one works, or its import says why not; the target never has two handlers, with
     which JAX could not start its CUDA backend."""
@@ -93,15 +93,21 @@ def call():
     status = library.JaxDsaFrontLaunch(0, 1536, None, 32, 4096, None, message, 1024)
     # One write: two threads print
     print(f"{status} {message.value.decode()}\\n", end="", flush=True)
-atexit.register(call)  # in front of the package's own, and so called after it
+def last():
+    thread.join(60)  # has its sentence, and is to print it
+    call()
+atexit.register(last)  # in front of the package's own, and so called after it
 from jax_dsa_front import _loader, _runtime
 library = _runtime.library
+loading = threading.Event()
 def slow(device, k):
+    loading.set()
     time.sleep(1)
     raise _runtime.KernelUnavailableError("too slow")
 _loader._publish = slow
-threading.Thread(target=call, daemon=True).start()
-time.sleep(0.3)
+thread = threading.Thread(target=call, daemon=True)
+thread.start()
+loading.wait()
 """
 
 

@@ -45,6 +45,11 @@ def test_every_width_has_a_kernel_on_every_architecture(arch):
         assert [v for v in _variants.VARIANTS if (v.arch, v.k) == (arch, k)]
 
 
+def test_handler_exports_its_own_functions_alone():
+    """Weak symbols of libstdc++ among them could be replaced by another library's."""
+    assert b"_ZNSt" not in _runtime.LIBRARY.read_bytes()
+
+
 def test_handler_is_accepted_by_this_jaxlib():
     assert _runtime.registration_error() is None, _runtime.registration_error()
 
