@@ -9,162 +9,31 @@ kernel    bare kernel against the load floor of the same run, beside the jnp for
 formats   the bare kernel for the three cache formats
 scan      time per layer of a jitted 24-layer scan over stacked weights and cache, kernel
           against jnp, with the results stacked or consumed by the next layer; and the kernel where
-          the scan slices the weights instead
+          the scan slices weights instead
 dispatch  host time per enqueued call
 
-Inside jit there are two times. *Wall* is what a clock shows while calls are pipelined; a slow host
-dominates it. *Device* is the sum of the durations of all kernels, by jax.profiler, without the gaps
-between them: a lower bound of what the same program takes on any host.
+Wall and device times inside jit: jitted.py.
 """
 
 import argparse
 import json
-import statistics
 import sys
-import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 import bare
+from jitted import HEADS, LAYERS, K, chain, compile_all, device_us, dispatch_us, scan, wall_us
 
 import jax_dsa_front as dsa
 
-HEADS, K = 32, 1536
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 1024, 4096)
 SCAN_BATCHES = (1, 8, 16, 32, 64, 128)
-LAYERS, UNROLLS, UNROLLS_CONSUMED = 24, (1, 8, 24), (1, 8)
+UNROLLS, UNROLLS_CONSUMED = (1, 8, LAYERS), (1, 8)
 FRONTS = {name: partial(dsa.index_front, implementation=name) for name in ("cuda", "jnp")}
-OFFSETS = {"key_offset": K, "weight_offset": K + 128, "eps": 1e-6, "key_eps": 1e-6}
-
-
-def wall_us(step, state, inner, repeats=15, calls=20):
-    """Median microseconds of one of `inner` parts of step(state) -> state, pipelined `calls`
-    deep."""
-    state = jax.tree.map(jnp.copy, state)  # it is donated
-    for _ in range(3):
-        state = jax.block_until_ready(step(state))
-    samples = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for _ in range(calls):
-            state = step(state)
-        jax.block_until_ready(state)
-        samples.append((time.perf_counter() - start) * 1e6 / (calls * inner))
-    return statistics.median(samples)
-
-
-def operands(batch, seed=0):
-    rng = np.random.default_rng(seed)
-    projected = jnp.asarray(rng.standard_normal((batch, K + 128 + HEADS)), jnp.bfloat16)
-    q_norm = jnp.asarray(1 + 0.1 * rng.standard_normal(K), jnp.bfloat16)
-    pages = max(64, -(-batch // 64))
-    slots = jnp.asarray(rng.permutation(pages * 64)[:batch], jnp.int32)
-    return projected, q_norm, pages, slots
-
-
-def device_us(step, state, inner, calls=4):
-    """Microseconds that kernels and copies take per part, by the profiler."""
-    state = jax.block_until_ready(step(jax.tree.map(jnp.copy, state)))  # it is donated
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(calls):
-                state = step(state)
-            jax.block_until_ready(state)
-        (trace,) = Path(folder).rglob("*.xplane.pb")
-        planes = jax.profiler.ProfileData.from_file(str(trace)).planes
-        lines = [line for plane in planes if "GPU:0" in plane.name for line in plane.lines]
-        events = [e for line in lines if line.name.startswith("Stream") for e in line.events]
-    return sum(event.duration_ns for event in events) / 1e3 / (calls * inner)
-
-
-def compile_all(programs):
-    """{name: (step, state)} of {name: (jitted, arguments, state)}, compiled side by side.
-
-    The jitted function takes the arguments, then the state, and returns the next state first."""
-
-    def compiled(program):
-        function, arguments, state = program
-        executable = function.lower(*arguments, *state).compile()
-        return lambda state: executable(*arguments, *state)[: len(state)], state
-
-    with ThreadPoolExecutor(8) as pool:
-        return dict(zip(programs, pool.map(compiled, programs.values()), strict=True))
-
-
-def chain(weights, batch, index_front):
-    """An unrolled chain of as many layers as there are matrices; the next depends on the last."""
-    projected, q_norm, pages, slots = operands(batch)
-    ones, zeros = jnp.ones(128), jnp.zeros(128)
-
-    @partial(jax.jit, donate_argnums=2)
-    def run(weights, projected, cache):
-        queries = []
-        for matrix in weights:
-            front = index_front(projected, q_norm, matrix, ones, zeros, cache, slots, **OFFSETS)
-            cache = front.cache
-            projected = projected + front.weights[:, :1] * jnp.bfloat16(0)
-            queries.append(front.query)
-        return projected, cache, queries
-
-    return run, (weights,), (projected, dsa.empty_cache(pages, cache_format="fp8"))
-
-
-def scan(stack, batch, index_front, unroll, consumed, sliced=False):
-    """A scan over stacked weights and one stacked, donated cache. The results are stacked, or
-    consumed: one small fusion adds them to the next layer's rows. `sliced`: each step gets its
-    layer of `wq_b` as a slice."""
-    projected, q_norm, pages, slots = operands(batch)
-    ones, zeros = jnp.ones(128), jnp.zeros(128)
-
-    @partial(jax.jit, donate_argnums=(1, 2))
-    def run(stack, rows, cache):
-        def body(carry, step):
-            rows, cache = carry
-            layer, wq_b = step if sliced else (step, stack)
-            front = index_front(rows, q_norm, wq_b, ones, zeros, cache, slots, layer, **OFFSETS)
-            if not consumed:
-                return (rows, front.cache), (front.query, front.weights)
-            query = front.query.astype(jnp.bfloat16)
-            mixed = jnp.mean(query * front.weights[..., None], axis=1)
-            return (rows.at[:, :128].add(mixed), front.cache), None
-
-        layers = jnp.arange(LAYERS)
-        steps = (layers, stack) if sliced else layers
-        carry, results = jax.lax.scan(body, (rows, cache), steps, unroll=unroll)
-        return *carry, results
-
-    cache = dsa.empty_cache(pages, cache_format="fp8", layers=LAYERS)
-    return run, (stack,), (projected, cache)
-
-
-def dispatch_us(weights, batch, index_front, calls=1000):
-    """Host microseconds per call of a jitted index_front: the wall time of enqueueing many, before
-    any is waited for."""
-    projected, q_norm, pages, slots = operands(batch)
-    ones, zeros = jnp.ones(128), jnp.zeros(128)
-    call = jax.jit(
-        lambda cache: index_front(
-            projected, q_norm, weights[0], ones, zeros, cache, slots, **OFFSETS
-        ),
-        donate_argnums=0,
-    )
-    cache = dsa.empty_cache(pages, cache_format="fp8")
-    samples = []
-    for _ in range(7):
-        cache = jax.block_until_ready(cache)
-        start = time.perf_counter()
-        for _ in range(calls):
-            cache = call(cache).cache
-        samples.append((time.perf_counter() - start) * 1e6 / calls)
-        jax.block_until_ready(cache)
-    return statistics.median(samples)
 
 
 def bench_kernel(graphs, weights, floor_graph):
@@ -240,17 +109,24 @@ def scan_table(stack, unrolls, consumed):
 
 
 def sliced_table(stack, batch=8):
-    """Wall time where the stack goes in whole and where the scan slices it; results consumed."""
-    keys = [(unroll, sliced) for unroll in UNROLLS for sliced in (False, True)]
+    """Wall time where the stacks go in whole, and where the scan slices `wq_b` or all weights;
+    results consumed."""
+    forms = {"whole": None, "wq_b sliced": "wq_b", "all sliced": "all"}
     programs = compile_all(
-        {(u, s): scan(stack, batch, FRONTS["cuda"], u, consumed=True, sliced=s) for u, s in keys}
+        {
+            (unroll, form): scan(stack, batch, FRONTS["cuda"], unroll, True, sliced)
+            for unroll in UNROLLS
+            for form, sliced in forms.items()
+        }
     )
-    print(f"\nscan over {LAYERS} layers at B = {batch}, wq_b whole or sliced, us per layer")
+    print(f"\nscan over {LAYERS} layers at B = {batch}, weights whole or sliced, us per layer")
     rows = []
     for unroll in UNROLLS:
-        whole, cut = (wall_us(*programs[unroll, sliced], LAYERS, 7) for sliced in (False, True))
-        print(f"unroll {unroll:2d}: whole {whole:6.2f}, sliced {cut:6.2f}", flush=True)
-        rows.append({"unroll": unroll, "whole_us": whole, "sliced_us": cut})
+        row = {form: wall_us(*programs[unroll, form], LAYERS, 7) for form in forms}
+        print(
+            f"unroll {unroll:2d}: " + ", ".join(f"{k} {v:.2f}" for k, v in row.items()), flush=True
+        )
+        rows.append({"unroll": unroll} | row)
     return rows
 
 

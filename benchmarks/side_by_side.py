@@ -154,18 +154,18 @@ def lowering(front, key=""):
 
 def stage_steady(way, folder):
     import bare
-    import bench_front
+    import jitted
 
     front, matrices = load_front(way, WAYS[way]), bare.rotating_weights()
 
     def layer_us(measure):
-        chain = bench_front.chain(matrices, BATCH, front)
-        return measure(*bench_front.compile_all({way: chain})[way], len(matrices))
+        chain = jitted.chain(matrices, BATCH, front)
+        return measure(*jitted.compile_all({way: chain})[way], len(matrices))
 
     return {
-        "enqueue a call, us": attempt(bench_front.dispatch_us, matrices, BATCH, front),
-        "layer of a chain of 16, wall, us": attempt(layer_us, bench_front.wall_us),
-        "layer of a chain of 16, device, us": attempt(layer_us, bench_front.device_us),
+        "enqueue a call, us": attempt(jitted.dispatch_us, matrices, BATCH, front),
+        "layer of a chain of 16, wall, us": attempt(layer_us, jitted.wall_us),
+        "layer of a chain of 16, device, us": attempt(layer_us, jitted.device_us),
     }
 
 
