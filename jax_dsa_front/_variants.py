@@ -111,9 +111,8 @@ def manifest() -> dict[str, Any]:
     """
     try:
         content = json.loads(MANIFEST.read_text())
-        whole = digest(content["kernels"]) == content["sha256"]
+        if digest(content["kernels"]) == content["sha256"]:
+            return content
     except (ValueError, KeyError, TypeError):
-        whole = False
-    if not whole:
-        raise ValueError(f"{MANIFEST.name} is damaged; reinstall jax_dsa_front")
-    return content
+        pass
+    raise ValueError(f"{MANIFEST.name} is damaged; reinstall jax_dsa_front")
