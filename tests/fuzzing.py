@@ -7,7 +7,12 @@ import numpy as np
 import cases
 
 PAGE_SIZES = (1, 2, 7, 16, 32, 64, 128)
-SMALL = dict(widths=(128, 256, 384), heads=(1, 2, 3, 5, 8), batches=(0, 1, 2, 3, 5, 8, 9, 12))
+SMALL = dict(
+    widths=(128, 256, 384),
+    heads=(1, 2, 3, 5, 8),
+    batches=(0, 1, 2, 3, 5, 8, 9, 12),
+    page_sizes=PAGE_SIZES,
+)
 # Batches on both sides of every tile; heads that fill less and more than one wave of clusters.
 KERNEL = dict(
     widths=cases.KERNEL_WIDTHS,
@@ -18,9 +23,9 @@ KERNEL = dict(
 INT32, INT64 = np.iinfo(np.int32), np.iinfo(np.int64)
 
 
-def random_cases(count, seed, *, widths, heads, batches, align=1):
-    """`count` different calls. Widths, formats and batches are dealt out in turn, so that few
-    calls cover all of them; everything else is drawn."""
+def random_cases(count, seed, *, widths, heads, batches, page_sizes=None, align=1):
+    """`count` different calls. Widths, formats, batches and `page_sizes` are dealt out in turn, so
+    that few calls cover all of them; everything else is drawn."""
     rng = np.random.default_rng(seed)
 
     def pick(*options):
@@ -30,7 +35,7 @@ def random_cases(count, seed, *, widths, heads, batches, align=1):
     found = []
     for i in range(count):
         batch = batches[turns["b"][i % len(batches)]]
-        page_size = pick(*PAGE_SIZES)
+        page_size = page_sizes[i % len(page_sizes)] if page_sizes else pick(*PAGE_SIZES)
         case = cases.Case(
             name=f"fuzz-{seed}-{i}",
             fmt=cases.FORMATS[i % 3],

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import cases
+import fuzzing
 import jax_dsa_front as dsa
 import oracle
 from compare import assert_equal
@@ -16,6 +17,11 @@ from compare import assert_equal
 PLATFORMS = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
 # Recall of the top-2048 of 65,536 keys against scores that were never quantised.
 RECALL = {"fp8": 0.93, "mxfp8": 0.93, "mxfp4": 0.75}
+# NumPy's int64 is narrowed before the call where JAX has no such type.
+INTEGERS = [("int32", False), ("int64", True), ("int64", False)]
+each_integer = pytest.mark.parametrize(
+    ("dtype", "x64"), INTEGERS, ids=["int32", "int64", "int64-without-x64"]
+)
 
 
 def filled(fmt, page_size=16, pages=12, layers=2, batch=3, heads=4, seed=0):
@@ -32,6 +38,11 @@ def filled(fmt, page_size=16, pages=12, layers=2, batch=3, heads=4, seed=0):
         codes, exponents = oracle.quantise_mxfp4(query)
         return codes, exponents.view("<u4")[..., 0], weights, cache
     return oracle.quantise_fp8(query, 1e-10)[0], None, weights, cache
+
+
+def nine_outside(dtype, size):
+    """Integers outside [0, size); as many of each dtype, so that narrowed ones share a program."""
+    return np.resize(np.array(fuzzing.extremes(dtype, size), dtype), 9)
 
 
 def as_query(codes, fmt):
@@ -92,6 +103,31 @@ def test_pages_past_the_length_do_not_matter(fmt):
         assert_equal(got, want, "scores")
 
 
+@each_integer
+@pytest.mark.parametrize("stacked", [False, True], ids=["unstacked", "stacked"])
+@pytest.mark.parametrize("fmt", cases.FORMATS)
+def test_tokens_of_no_page_score_minus_infinity(fmt, stacked, dtype, x64):
+    """One entry in each row of the block table is no page. Its tokens are within the length; those
+    of the other pages score what they score where that entry is a page."""
+    codes, scale, weights, cache = filled(fmt, batch=9, seed=4)
+    row = np.arange(9)
+    pages = np.array([[3, 0, 11]] * 9, dtype)
+    spoilt = pages.copy()
+    spoilt[row, row % 3] = nine_outside(dtype, 12)
+    lens = (48 - row).astype(np.int32)  # the last page whole, and ending inside it
+    for layer in (0, 1):
+        pool = (cache, layer) if stacked else (cache[layer], None)
+        with jax.enable_x64(x64):
+            args = as_query(codes, fmt), scale, weights, pool[0]
+            got, known = (
+                dsa.index_scores(*args, table, lens, pool[1], cache_format=fmt)
+                for table in (spoilt, pages)
+            )
+        assert (np.isfinite(known) == (np.arange(48) < lens[:, None])).all()
+        want = np.where(np.repeat(spoilt != pages, 16, axis=1), -np.float32(np.inf), known)
+        assert_equal(got, want, "scores")
+
+
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("fmt", cases.FORMATS)
 def test_read_keys_equals_oracle(fmt, platform):
@@ -108,6 +144,23 @@ def test_read_keys_equals_oracle(fmt, platform):
             want,
             "keys under jit",
         )
+
+
+@each_integer
+@pytest.mark.parametrize("stacked", [False, True], ids=["unstacked", "stacked"])
+@pytest.mark.parametrize("fmt", cases.FORMATS)
+def test_keys_of_slots_that_do_not_exist_are_nan(fmt, stacked, dtype, x64):
+    """Also where the next layer begins or the previous one ends; the slots beside them are read."""
+    *_, cache = filled(fmt, page_size=7, seed=5)
+    tokens = 12 * 7
+    slots = np.array([0, *nine_outside(dtype, tokens), tokens - 1], dtype)
+    for layer in (0, 1):
+        pool = (cache, layer) if stacked else (cache[layer], None)
+        with jax.enable_x64(x64):
+            got = np.asarray(dsa.read_keys(pool[0], slots, pool[1], cache_format=fmt))
+        assert np.isnan(got[1:-1]).all()
+        want = oracle.keys(cache, slots[[0, -1]], fmt, layer).astype(np.float32)
+        assert_equal(got[[0, -1]], want, "keys")
 
 
 @pytest.mark.parametrize("fmt", cases.FORMATS)
