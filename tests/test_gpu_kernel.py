@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import cases
 import jax_dsa_front as dsa
 import oracle
+import small
 from compare import (
     as_bytes,
     assert_cache,
@@ -168,3 +170,23 @@ def test_layers_out_of_range_write_nothing(layer):
     front = cases.run(case, operands, "cuda")
     assert_equal(front.cache, operands.cache, "cache")
     assert_front(front, operands.cache, operands.expected(oracle), case.fmt)
+
+
+def test_wq_b_at_an_odd_place_of_a_flat_array():
+    """XLA hands the slice on where it lies; the refusal names the way out, which works."""
+    projected, (gamma, wq_b, *norm), cache = small.operands(k=1536)
+    want = small.step(projected, (gamma, wq_b, *norm), cache, jnp.arange(small.BATCH))
+    flat = jnp.concatenate([jnp.zeros(3, jnp.bfloat16), wq_b.reshape(-1)])
+
+    def call(flat, projected, cache, shield):
+        own = shield(flat[3:]).reshape(wq_b.shape)
+        return small.step(projected, (gamma, own, *norm), cache, jnp.arange(small.BATCH))
+
+    call = jax.jit(call, static_argnums=3)
+    assert_same_front(call(flat, projected, cache, lax.optimization_barrier), want)
+    if jax.__version_info__ < (0, 11):
+        assert_same_front(call(flat, projected, cache, lambda x: x), want)
+        return
+    says = "wq_b must be aligned to 16 bytes.*jax.lax.optimization_barrier"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=says):
+        jax.block_until_ready(call(flat, projected, cache, lambda x: x))
