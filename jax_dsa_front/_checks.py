@@ -81,10 +81,10 @@ def front_arguments(
 
     key_offset = _rules.integer("key_offset", arguments["key_offset"], 0)
     _fits("key_offset", key_offset, "128", HEAD_DIM, "key", arguments, arrays)
-    num_heads = arguments["num_heads"]
-    if num_heads is None:
-        num_heads, bound = heads, "num_heads, the heads of all shards, is needed with head_start"
-    else:
+    num_heads, is_shard = heads, arguments["num_heads"] is not None
+    bound = "num_heads, the heads of all shards, is needed with head_start"
+    if is_shard:
+        num_heads = arguments["num_heads"]
         bound = f"num_heads - H = {num_heads} - {heads}"
     num_heads = _rules.integer(
         *("num_heads", num_heads, heads, MAX_HEADS), f"at least the heads of wq_b, H = {heads}"
@@ -92,6 +92,8 @@ def front_arguments(
     first_head, head_start_operand = _rules.index(
         "head_start", arguments["head_start"], num_heads - heads + 1, bound
     )
+    if head_start_operand is not None and not is_shard:  # it would be clamped to 0
+        raise ValueError(f"head_start must be the int 0 ({bound}), got an array")
     weight_offset = _rules.integer("weight_offset", arguments["weight_offset"], 0)
     if first_head is None:  # traced: any shard's
         used, columns = "num_heads", num_heads
@@ -258,8 +260,8 @@ def _layer(layer: Any, stacked: dict[str, int]) -> tuple[int | None, Any]:
             f"{name} {SHAPES[name][STACKABLE[name]].format(row='R')}" for name in stacked
         )
         raise ValueError(
-            f"layer is required because of stacked {', '.join(stacked)} (L = {length}; one layer's "
-            f"shapes: {one_layer}), got None"
+            f"layer is required because of stacked {', '.join(stacked)} (L = {length}); if that is "
+            f"one layer, reshape to {one_layer}; got None"
         )
     return _rules.index("layer", layer, length, f"stacks of L = {length}")
 

@@ -107,7 +107,7 @@ def _manifest() -> list[dict[str, Any]]:
     """The manifest's entries; they decide how much memory a launch gets, so not one may differ."""
     try:
         return _variants.manifest()["kernels"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise KernelUnavailableError(
             "the manifest of the cubins is missing or damaged; reinstall jax_dsa_front"
         ) from error

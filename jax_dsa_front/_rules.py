@@ -19,8 +19,10 @@ def choice(name: str, value: Any, known: Iterable[str]) -> str:
 
 def array(name: str, value: Any, abstract: bool = False) -> None:
     if not (isinstance(value, CONCRETE) or (abstract and isinstance(value, jax.ShapeDtypeStruct))):
-        way_out = ": pass what it holds, ref[...]" if isinstance(value, jax.Ref) else ""
-        raise TypeError(f"{name} must be a JAX or NumPy array, got {type(value).__name__}{way_out}")
+        got = type(value).__name__
+        if isinstance(value, jax.Ref):
+            got = "a reference: pass what it holds, ref[...]"
+        raise TypeError(f"{name} must be a JAX or NumPy array, got {got}")
 
 
 def dtype(name: str, value: Any, *allowed: str) -> None:

@@ -153,7 +153,10 @@ def missing() -> str | None:
     if not _variants.MANIFEST.exists():
         return NOT_BUILT.format("cubins are")
     try:
+        _variants.manifest()
         bindings()
+    except (OSError, ValueError) as error:
+        return str(error)
     except KernelUnavailableError as error:
         return str(error)
     if not local_cuda_architectures():

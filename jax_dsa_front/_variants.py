@@ -56,8 +56,8 @@ def _shipped() -> tuple[Variant, ...]:
     return tuple(variants)
 
 
-# In order of preference for a given architecture and K: the first whose `max_batch` admits B and
-# whose grid runs in one wave is taken, else the last.
+# In order of preference for a given architecture and K: one with a `max_batch` up to that batch;
+# above, the first whose grid runs in one wave, else the last.
 VARIANTS = _shipped()
 
 # implementation=None takes the jnp form above this batch: the largest at which the kernel was

@@ -83,17 +83,14 @@ MANIFEST_FAULTS = {
     # Not to be noticed when it is loaded, unless the entry is checked: the kernel would run past it
     "less shared memory": (in_manifest(shared_bytes=1024), "index_front_sm_90a|reinstall"),
     "missing manifest": (removed("cubins/manifest.json"), "not built|reinstall"),
-    "truncated manifest": (
-        lambda package: written(
-            "cubins/manifest.json", (package / "cubins/manifest.json").read_bytes()[:700]
-        )(package),
-        "manifest.*reinstall|not built",
-    ),
+    "truncated manifest": (cut("cubins/manifest.json", 700), "manifest.*reinstall"),
+    "manifest of a list": (written("cubins/manifest.json", b"[]"), "manifest.*reinstall"),
+    "manifest of nothing": (written("cubins/manifest.json", b"{}"), "manifest.*reinstall"),
 }
 HANDLER_FAULTS = {
     "missing handler": (removed("libjax_dsa_front.so"), "not built"),
     "empty handler": (written("libjax_dsa_front.so", b""), "handler"),
-    "handler of another machine": (written("libjax_dsa_front.so", b"\xca\xfe" * 4096), "handler"),
+    "garbage handler": (written("libjax_dsa_front.so", b"\xca\xfe" * 4096), "handler"),
     "truncated handler": (cut("libjax_dsa_front.so", 200_000), "handler.*truncated.*reinstall"),
     "almost whole handler": (cut("libjax_dsa_front.so", -1), "handler.*truncated.*reinstall"),
     "another library": (another_library, "handler.*has no JaxDsaFront.*reinstall"),

@@ -78,7 +78,7 @@ def _with_shard(case, pick):
     """All heads of the model or a shard of them. `head_start` is the last one possible, so that
     the head weights are wide enough for any."""
     num_heads = pick(None, case.heads, case.heads + 1, 4 * case.heads)
-    traced = pick(True, False)
+    traced = pick(True, False) and num_heads is not None
     last = (num_heads or case.heads) - case.heads
     return dataclasses.replace(case, num_heads=num_heads, head_start=last, traced_head_start=traced)
 

@@ -84,7 +84,7 @@ BAD = [
     ("weights past their own array", UNSTACKED, dict(head_weights=shape(BATCH, 8), weight_offset=1), ValueError, r"weight_offset .*head_weights, 8.*got 1 \+ 8"),
     # Layers
     ("layer missing", STACKED, dict(layer=None), ValueError, r"layer is required .*wq_b, cache.*L = 3.*got None"),
-    ("wq_b with an axis of heads", UNSTACKED, dict(wq_b=shape(HEADS, 128, K)), ValueError, r"layer is required .*wq_b.*one layer's shapes: wq_b \(H\*128, K\)"),
+    ("wq_b with an axis of heads", UNSTACKED, dict(wq_b=shape(HEADS, 128, K)), ValueError, r"layer is required .*wq_b .*one layer, reshape to wq_b \(H\*128, K\)"),
     ("wq_b transposed", UNSTACKED, dict(wq_b=shape(K, HEADS * 128)), ValueError, r"projected .*wq_b is \(H\*128, K\) with K = 1024, got 392 and wq_b \(256, 1024\)"),
     ("layer superfluous", UNSTACKED, dict(layer=0), ValueError, r"layer .*stacked.*got 0"),
     ("layer past the end", STACKED, dict(layer=LAYERS), ValueError, r"layer .*2.*L = 3.*got 3"),
@@ -97,6 +97,7 @@ BAD = [
     # Head shards
     ("fewer heads than here", UNSTACKED, dict(num_heads=HEADS - 1), ValueError, r"num_heads .*8.*wq_b, H = 8.*got 7"),
     ("head_start alone", UNSTACKED, dict(head_start=3), ValueError, r"head_start .*num_heads.*is needed.*got 3"),
+    ("traced head_start alone", UNSTACKED, dict(head_start=shape(dtype=I32)), ValueError, r"head_start .*num_heads.*is needed.*got an array"),
     ("num_heads too many", UNSTACKED, dict(num_heads=2**24), ValueError, r"num_heads .*16777215.*got 16777216"),
     ("page_size too large", UNSTACKED, dict(cache=shape(1, 2**25 + 1, 132, dtype=U8)), ValueError, r"cache .*33554432.*got \(1, 33554433, 132\)"),
     ("pages too many", UNSTACKED, dict(cache=shape(2**31 - 1, 1, 132, dtype=U8)), ValueError, r"cache .*2147483646.*got \(2147483647, 1, 132\)"),
@@ -152,8 +153,10 @@ def test_required_keyword(missing):
 
 def test_a_reference_is_to_be_read():
     projected, weights, cache = small.operands(pages=4)
-    with pytest.raises(TypeError, match=r"cache must be .* array, got Ref: .*ref\[\.\.\.\]"):
-        small.step(projected, weights, jax.new_ref(cache), jnp.arange(BATCH))
+    with pytest.raises(
+        TypeError, match=r"cache must be .* array, got a reference: .*ref\[\.\.\.\]"
+    ):
+        jax.jit(small.step)(projected, weights, jax.new_ref(cache), jnp.arange(BATCH))
 
 
 def test_refused_before_anything_runs():

@@ -53,7 +53,7 @@ PROCESS_FAULTS = {
 }
 FILE_FAULTS = {
     **faults.HANDLER_FAULTS,
-    "missing manifest": faults.MANIFEST_FAULTS["missing manifest"],
+    **{name: faults.MANIFEST_FAULTS[name] for name in faults.MANIFEST_FAULTS if "manifest" in name},
 }
 
 
