@@ -150,13 +150,16 @@ def missing() -> str | None:
     """One sentence naming what this process lacks to run the kernel; None if nothing."""
     if _registration_error is not None:
         return _registration_error
-    if not _variants.MANIFEST.exists():
-        return NOT_BUILT.format("cubins are")
     try:
         _variants.manifest()
-        bindings()
-    except (OSError, ValueError) as error:
+    except FileNotFoundError:
+        return NOT_BUILT.format("cubins are")
+    except OSError as error:
+        return f"the manifest of the cubins cannot be read ({error}); reinstall jax_dsa_front"
+    except ValueError as error:
         return str(error)
+    try:
+        bindings()
     except KernelUnavailableError as error:
         return str(error)
     if not local_cuda_architectures():

@@ -107,12 +107,12 @@ def digest(entries: list[dict[str, Any]]) -> str:
 def manifest() -> dict[str, Any]:
     """The build's record: `kernels`, an entry per cubin in the order of VARIANTS, and versions.
 
-    Raises FileNotFoundError in a tree that was not built, ValueError if a byte of it changed.
+    Raises FileNotFoundError in a tree that was not built, ValueError if an entry was changed.
     """
     try:
         content = json.loads(MANIFEST.read_text())
         if digest(content["kernels"]) == content["sha256"]:
             return content
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         pass
     raise ValueError(f"{MANIFEST.name} is damaged; reinstall jax_dsa_front")

@@ -57,6 +57,11 @@ def cut(name, size):
     return lambda package: (package / name).write_bytes((package / name).read_bytes()[:size])
 
 
+def directory_as_manifest(package):
+    removed("cubins/manifest.json")(package)
+    (package / "cubins/manifest.json").mkdir()
+
+
 def another_library(package):
     """A whole one, without the functions of ours."""
     shutil.copy(numpy.random.mtrand.__file__, package / "libjax_dsa_front.so")
@@ -85,6 +90,7 @@ MANIFEST_FAULTS = {
     "missing manifest": (removed("cubins/manifest.json"), "not built|reinstall"),
     "truncated manifest": (cut("cubins/manifest.json", 700), "manifest.*reinstall"),
     "manifest of a list": (written("cubins/manifest.json", b"[]"), "manifest.*reinstall"),
+    "endless manifest": (written("cubins/manifest.json", b"[" * 200_000), "manifest.*reinstall"),
     "manifest of nothing": (written("cubins/manifest.json", b"{}"), "manifest.*reinstall"),
 }
 HANDLER_FAULTS = {

@@ -54,6 +54,7 @@ PROCESS_FAULTS = {
 FILE_FAULTS = {
     **faults.HANDLER_FAULTS,
     **{name: faults.MANIFEST_FAULTS[name] for name in faults.MANIFEST_FAULTS if "manifest" in name},
+    "directory as manifest": (faults.directory_as_manifest, "manifest.*cannot be read.*reinstall"),
 }
 
 
