@@ -111,7 +111,8 @@ def scan_table(stack, unrolls, consumed):
 def sliced_table(stack, batch=8):
     """Wall time where the stacks go in whole, and where the scan slices `wq_b` or all weights;
     results consumed."""
-    forms = {"whole": None, "wq_b sliced": "wq_b", "all sliced": "all"}
+    everything = ("q_norm", "wq_b", "key_norm_weight", "key_norm_bias")
+    forms = {"whole": (), "wq_b sliced": ("wq_b",), "all sliced": everything}
     programs = compile_all(
         {
             (unroll, form): scan(stack, batch, FRONTS["cuda"], unroll, True, sliced)

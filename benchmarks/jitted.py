@@ -94,36 +94,33 @@ def chain(weights, batch, index_front):
     return run, (weights,), (projected, dsa.empty_cache(pages, cache_format="fp8"))
 
 
-def scan(stack, batch, index_front, unroll, consumed, sliced=None):
+def scan(stack, batch, index_front, unroll, consumed, sliced=()):
     """A scan over stacked weights and one stacked, donated cache. The results are stacked, or
-    consumed: one small fusion adds them to the next layer's rows. Where `sliced` is "wq_b" or
-    "all", the scan slices that weight, or all four, instead of passing the layer's number only."""
+    consumed: one small fusion adds them to the next layer's rows. The scan slices the weights that
+    `sliced` names, instead of passing the layer's number only."""
     projected, q_norm, pages, slots = operands(batch)
-    norms = q_norm, jnp.ones(128), jnp.zeros(128)
-    if sliced == "all":
-        norms = tuple(jnp.tile(norm, (LAYERS, 1)) for norm in norms)
+    norms = dict(q_norm=q_norm, key_norm_weight=jnp.ones(128), key_norm_bias=jnp.zeros(128))
+    norms |= {name: jnp.tile(norms[name], (LAYERS, 1)) for name in norms if name in sliced}
 
-    @partial(jax.jit, donate_argnums=(2, 3))
-    def run(stack, norms, rows, cache):
+    @partial(jax.jit, donate_argnums=(1, 2))
+    def run(weights, rows, cache):
         def body(carry, step):
             rows, cache = carry
-            layer, own_wq_b, own_norms = step
-            wq_b = stack if own_wq_b is None else own_wq_b
-            q_norm, gain, bias = norms if own_norms is None else own_norms
-            front = index_front(rows, q_norm, wq_b, gain, bias, cache, slots, layer, **OFFSETS)
+            layer, own = step
+            call = weights | own | dict(cache=cache, slots=slots, layer=layer)
+            front = index_front(rows, **call, **OFFSETS)
             if not consumed:
                 return (rows, front.cache), (front.query, front.weights)
             query = front.query.astype(jnp.bfloat16)
             mixed = jnp.mean(query * front.weights[..., None], axis=1)
             return (rows.at[:, :128].add(mixed), front.cache), None
 
-        own = stack if sliced else None, norms if sliced == "all" else None
-        steps = jnp.arange(LAYERS), *own
+        steps = jnp.arange(LAYERS), {name: weights[name] for name in sliced}
         carry, results = jax.lax.scan(body, (rows, cache), steps, unroll=unroll)
         return *carry, results
 
     cache = dsa.empty_cache(pages, cache_format="fp8", layers=LAYERS)
-    return run, (stack, norms), (projected, cache)
+    return run, ({"wq_b": stack} | norms,), (projected, cache)
 
 
 def dispatch_us(weights, batch, index_front, calls=1000):

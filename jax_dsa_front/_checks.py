@@ -233,10 +233,9 @@ def _weights_dtype(value: Any) -> str:
 
 
 def _implementation(value: Any) -> str | None:
-    if value is None or (isinstance(value, str) and value in IMPLEMENTATIONS):
-        return value
-    names = ", ".join(f'"{name}"' for name in IMPLEMENTATIONS)
-    raise ValueError(f"implementation must be None or one of {names}, got {value!r}")
+    if value is None:
+        return None
+    return _rules.choice("implementation", value, IMPLEMENTATIONS, otherwise="None or ")
 
 
 def _stack_length(stackable: dict[str, Any]) -> dict[str, int]:

@@ -84,7 +84,8 @@ def _publish(device: int, k: int) -> None:
             f"CUDA device {device} cannot run this program: {reason}; "
             'lower it with implementation="jnp"'
         )
-    entries = [entry for entry in _manifest() if (entry["arch"], entry["k"]) == (arch, k)]
+    manifest = _runtime.manifest_entries()
+    entries = [entry for entry in manifest if (entry["arch"], entry["k"]) == (arch, k)]
     if not entries:
         raise KernelUnavailableError(
             f"the manifest has no kernel for {arch} and K = {k}; reinstall jax_dsa_front"
@@ -101,16 +102,6 @@ def _publish(device: int, k: int) -> None:
     names = ("cuLaunchKernelEx", "cuTensorMapEncodeTiled", "cuGetErrorName")
     entry_points = [_entry_point(driver, name) for name in names]
     library.JaxDsaFrontPublish(device, k, kernels, len(entries), *entry_points)
-
-
-def _manifest() -> list[dict[str, Any]]:
-    """The manifest's entries; they decide how much memory a launch gets, so not one may differ."""
-    try:
-        return _variants.manifest()["kernels"]
-    except (OSError, ValueError) as error:
-        raise KernelUnavailableError(
-            "the manifest of the cubins is missing or damaged; reinstall jax_dsa_front"
-        ) from error
 
 
 def _kernel(driver: ModuleType, entry: dict[str, Any], device: Any) -> _Kernel:

@@ -10,10 +10,11 @@ import numpy as np
 CONCRETE = (jax.Array, np.ndarray)  # tracers are jax.Arrays
 
 
-def choice(name: str, value: Any, known: Iterable[str]) -> str:
+def choice(name: str, value: Any, known: Iterable[str], otherwise: str = "") -> str:
+    """One of the known names; `otherwise` says what the caller takes besides."""
     if not isinstance(value, str) or value not in known:
         names = ", ".join(f'"{x}"' for x in known)
-        raise ValueError(f"{name} must be one of {names}, got {value!r}")
+        raise ValueError(f"{name} must be {otherwise}one of {names}, got {value!r}")
     return value
 
 

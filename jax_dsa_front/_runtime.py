@@ -151,20 +151,27 @@ def missing() -> str | None:
     if _registration_error is not None:
         return _registration_error
     try:
-        _variants.manifest()
-    except FileNotFoundError:
-        return NOT_BUILT.format("cubins are")
-    except OSError as error:
-        return f"the manifest of the cubins cannot be read ({error}); reinstall jax_dsa_front"
-    except ValueError as error:
-        return str(error)
-    try:
+        manifest_entries()
         bindings()
     except KernelUnavailableError as error:
         return str(error)
     if not local_cuda_architectures():
         return "JAX sees no CUDA device in this process"
     return None
+
+
+def manifest_entries() -> list[dict[str, Any]]:
+    """The manifest's entries; they decide how much memory a launch gets, so not one may differ."""
+    try:
+        return _variants.manifest()["kernels"]
+    except FileNotFoundError as error:
+        raise KernelUnavailableError(NOT_BUILT.format("cubins are")) from error
+    except OSError as error:
+        raise KernelUnavailableError(
+            f"the manifest of the cubins cannot be read ({error}); reinstall jax_dsa_front"
+        ) from error
+    except ValueError as error:
+        raise KernelUnavailableError(str(error)) from error
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import jax_dsa_front as dsa
 
 PACKAGE = pathlib.Path(dsa.__file__).parent
 FIRST = "index_front_sm_90a_k1536_split_n_b8"  # the first kernel that K = 1536 loads on sm_90a
+CUBIN = f"cubins/{FIRST}.cubin"
 
 
 def copy_package(folder, name="jax_dsa_front"):
@@ -23,9 +24,9 @@ def copy_package(folder, name="jax_dsa_front"):
     return target
 
 
-def in_cubin(change):
+def changed(name, change):
     def apply(package):
-        path = package / "cubins" / f"{FIRST}.cubin"
+        path = package / name
         path.write_bytes(change(path.read_bytes()))
 
     return apply
@@ -54,7 +55,7 @@ def written(name, content):
 
 
 def cut(name, size):
-    return lambda package: (package / name).write_bytes((package / name).read_bytes()[:size])
+    return changed(name, lambda data: data[:size])
 
 
 def directory_as_manifest(package):
@@ -73,10 +74,10 @@ def flip_a_bit(data):
 
 
 CUBIN_FAULTS = {
-    "corrupted cubin": (in_cubin(flip_a_bit), f"{FIRST}.*not the file.*manifest.*reinstall"),
-    "truncated cubin": (in_cubin(lambda data: data[:5000]), f"{FIRST}.*reinstall"),
-    "empty cubin": (in_cubin(lambda data: b""), f"{FIRST}.*reinstall"),
-    "missing cubin": (removed(f"cubins/{FIRST}.cubin"), f"{FIRST}.*cannot be read.*reinstall"),
+    "corrupted cubin": (changed(CUBIN, flip_a_bit), f"{FIRST}.*not the file.*manifest.*reinstall"),
+    "truncated cubin": (cut(CUBIN, 5000), f"{FIRST}.*reinstall"),
+    "empty cubin": (written(CUBIN, b""), f"{FIRST}.*reinstall"),
+    "missing cubin": (removed(CUBIN), f"{FIRST}.*cannot be read.*reinstall"),
 }
 MANIFEST_FAULTS = {
     "missing symbol": (in_manifest(symbol="no_such_kernel"), "index_front_sm_90a|reinstall"),

@@ -146,20 +146,19 @@ def weights_as_xs(projected, weights, cache, fmt):
 
 
 def unrolled_layers(projected, weights, cache, fmt):
-    queries = []
-    for layer in range(LAYERS):
-        front = step(projected, weights, cache, jnp.arange(BATCH), layer, fmt)
-        cache = front.cache
-        queries.append(front.query)
-    return cache, queries
+    return unrolled(projected, [weights] * LAYERS, cache, fmt)
 
 
 def unrolled_weights(projected, weights, cache, fmt):
     """The layers' weights are slices at constant places; the cache is whole."""
+    own = [[stack[layer] for stack in weights] for layer in range(LAYERS)]
+    return unrolled(projected, own, cache, fmt)
+
+
+def unrolled(projected, weights_of_layers, cache, fmt):
     queries = []
-    for layer in range(LAYERS):
-        own = [stack[layer] for stack in weights]
-        front = step(projected, own, cache, jnp.arange(BATCH), layer, fmt)
+    for layer, weights in enumerate(weights_of_layers):
+        front = step(projected, weights, cache, jnp.arange(BATCH), layer, fmt)
         cache = front.cache
         queries.append(front.query)
     return cache, queries

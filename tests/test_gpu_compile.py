@@ -24,18 +24,25 @@ pytestmark = [
 ]
 
 CONFIG = Path(__file__).with_name("h200_target_config.txt")
-COMPILE = """
+PRELUDE = """
 import sys, pathlib
-import jax
+import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import jax_dsa_front as dsa
 import small
-from programs import TARGET, assert_calls_stand_alone, assert_in_place, touched
-
-config, name, fmt = sys.argv[1:]
-topology = topologies.get_topology_desc(
-    platform="cuda", target_config=pathlib.Path(config).read_text(), topology="1x1x1"
+from programs import (
+    COLLECTIVES, TARGET, assert_calls_stand_alone, assert_in_place, touched,
 )
-sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+config, name, fmt = sys.argv[1:]
+
+def devices(count):
+    return topologies.get_topology_desc(
+        platform="cuda", target_config=pathlib.Path(config).read_text(), topology=f"1x1x{count}"
+    ).devices
+"""
+COMPILE = """
+sharding = jax.sharding.SingleDeviceSharding(devices(1)[0])
 program = getattr(small, name)
 args = small.operands(k=1536, stacked=program in small.STACKED, fmt=fmt)
 args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
@@ -52,19 +59,7 @@ if program not in small.SLICED_WEIGHTS:
 """
 
 SHARDED = """
-import sys, pathlib
-import jax, jax.numpy as jnp, numpy as np
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-import jax_dsa_front as dsa
-import small
-from programs import COLLECTIVES, assert_calls_stand_alone, assert_in_place
-
-config, split, fmt = sys.argv[1:]
-topology = topologies.get_topology_desc(
-    platform="cuda", target_config=pathlib.Path(config).read_text(), topology="1x1x2"
-)
-mesh = Mesh(np.array(topology.devices), ("x",))
+mesh = Mesh(np.array(devices(2)), ("x",))
 K, H = 1536, small.HEADS
 projected, weights, pool = small.operands(k=K, fmt=fmt)
 
@@ -73,12 +68,12 @@ def local(projected, gamma, wq_b, gain, bias, pools, slots):
     front = dsa.index_front(
         projected, gamma, wq_b, gain, bias, pools[0], slots,
         key_offset=K, weight_offset=K + 128, eps=1e-6, key_eps=1e-6, cache_format=fmt,
-        **(shard if split == "heads" else {}),
+        **(shard if name == "heads" else {}),
     )
     return front.query, front.weights, front.cache[None]
 
 whole, rows, heads = P(), P("x"), P(None, "x")
-here, out = ((whole, rows), heads) if split == "heads" else ((rows, whole), rows)
+here, out = ((whole, rows), heads) if name == "heads" else ((rows, whole), rows)
 specs = here[0], whole, here[1], whole, whole, rows, here[0]
 program = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(out, out, rows))
 shapes = [a.shape for a in (projected, *weights)] + [(2, *pool.shape), (small.BATCH,)]
@@ -132,10 +127,10 @@ def indentation(line):
     return len(line) - len(line.lstrip())
 
 
-def compile_for_h200(code, program, fmt, cwd, flags=""):
+def compile_for_h200(code, name, fmt, cwd, flags=""):
     run_python(
-        code,
-        *(CONFIG, program, fmt),
+        PRELUDE + code,
+        *(CONFIG, name, fmt),
         cwd=cwd,
         JAX_PLATFORMS="cpu",
         JAX_SKIP_CUDA_CONSTRAINTS_CHECK="1",
