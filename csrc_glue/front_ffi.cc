@@ -150,14 +150,14 @@ ffi::Error Execute(CUstream stream, int32_t device, ffi::AnyBuffer projected, ff
 
   // Operands read in 16-byte pieces; their rows and layers are multiples of that by shape, but for projected's rows.
   check.Require(p % 8 == 0, "the kernel needs the width of projected to be a multiple of 8");
-  check.Aligned("projected", projected.untyped_data(), 16);
-  check.Aligned("q_norm", q_norm.untyped_data(), 16);
-  check.Aligned("wq_b", wq_b.untyped_data(), 16);
-  check.Aligned("key_norm_weight", key_norm_weight.untyped_data(), 16);
-  check.Aligned("key_norm_bias", key_norm_bias.untyped_data(), 16);
-  check.Aligned("cache", cache.untyped_data(), 4);
-  check.Aligned("query", query->untyped_data(), 8);
-  check.Aligned("scratch", (*scratch)->untyped_data(), 16);
+  check.OperandAligned("projected", projected.untyped_data(), 16);
+  check.OperandAligned("q_norm", q_norm.untyped_data(), 16);
+  check.OperandAligned("wq_b", wq_b.untyped_data(), 16);
+  check.OperandAligned("key_norm_weight", key_norm_weight.untyped_data(), 16);
+  check.OperandAligned("key_norm_bias", key_norm_bias.untyped_data(), 16);
+  check.OperandAligned("cache", cache.untyped_data(), 4);
+  check.ResultAligned("query", query->untyped_data(), 8);
+  check.ResultAligned("scratch", (*scratch)->untyped_data(), 16);
   if (!check.ok()) return check.error();
 
   FrontParams params{};

@@ -36,11 +36,15 @@ class Checker {
          Listed(expected.begin(), expected.size()) + ", got type " + std::to_string(int(buffer.element_type())) +
          " and shape " + Listed(dims.begin(), dims.size()));
   }
-  void Aligned(const char* name, const void* address, uintptr_t bytes) {
-    if (reinterpret_cast<uintptr_t>(address) % bytes == 0) return;
+  void OperandAligned(const char* name, const void* address, uintptr_t bytes) {
+    if (IsAligned(address, bytes)) return;
     Fail(std::string(name) + " must be aligned to " + std::to_string(bytes) +
          " bytes: XLA has passed a slice of an array where it lies; take the slice at another place, or call "
          "jax.lax.optimization_barrier on it");
+  }
+  void ResultAligned(const char* name, const void* address, uintptr_t bytes) {
+    if (IsAligned(address, bytes)) return;
+    Fail(std::string(name) + " must be aligned to " + std::to_string(bytes) + " bytes, which XLA's own buffers are");
   }
   void Require(bool holds, const char* rule) {
     if (!holds) Fail(rule);
@@ -52,6 +56,9 @@ class Checker {
   ffi::Error error() const { return ffi::Error::InvalidArgument(error_); }
 
  private:
+  static bool IsAligned(const void* address, uintptr_t bytes) {
+    return reinterpret_cast<uintptr_t>(address) % bytes == 0;
+  }
   void Fail(const std::string& rule) {
     if (ok()) error_ = "jax_dsa_front.index_front: " + rule;
   }

@@ -1,8 +1,8 @@
 """`lax.scan` over layers with stacked weights and cache: pass the stacks whole, and `layer`.
 
-A scan that takes the weights and the cache as `xs` slices them, and each slice is copied in front
-of the call. Here the scan runs over layer numbers only; the stacks are closed over, the
-cache is carried.
+A scan that takes the weights and the cache as `xs` slices them, and most slices are copied in front
+of the call. Here the scan runs over layer numbers only; the stacks are closed over, the cache is
+carried.
 """
 
 import functools

@@ -87,12 +87,14 @@ def index_front(
     head_weights     bfloat16 or float32 [B, >= weight_offset + H], default `projected`
     key_offset       first column of the key
     weight_offset    first column of the whole model's head weights
-    eps, key_eps     epsilons of RMSNorm and LayerNorm, added to the mean square and the variance
+    eps, key_eps     epsilons of RMSNorm and LayerNorm, added to the mean square and the variance;
+                     like weight_scale positive, finite and normal in float32
     cache_format     "fp8" (one fp32 scale per key), "mxfp8" (one UE8M0 exponent, four times) or
                      "mxfp4" (one per 32 columns)
     weights_dtype    bfloat16 or float32
     num_heads        heads of the whole model if H is one shard of them, default H
-    head_start       first head of this shard, an int or an integer scalar (clamped to range)
+    head_start       first head of this shard: an int, or with num_heads an integer scalar array
+                     (clamped to range)
     weight_scale     default `(num_heads * 128) ** -0.5`
     implementation   None: the CUDA kernel where one is shipped for the device and these shapes and
                      is the faster one, else plain JAX. "cuda" and "jnp" are commands

@@ -15,6 +15,11 @@ from jax_dsa_front._config import ROW_BYTES
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "cuda-bindings", "numpy")
 
+ENVIRONMENT = (
+    *("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "XLA_FLAGS"),
+    *("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION"),
+)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
@@ -41,8 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "info":
             print("\n".join(_terminal.row(label, text) for label, text in info()), flush=True)
             return 0
-        from jax_dsa_front import _demo
+        from jax_dsa_front import _demo, _recorded, _runtime
 
+        if not _recorded.FOLDER.exists():
+            print(_runtime.NOT_BUILT.format("recorded outputs are"), file=sys.stderr)
+            return 2
         return _demo.run(options.cache_format)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -59,6 +67,7 @@ def info() -> list[tuple[str, str]]:
         ("installed in", lambda: str(Path(__file__).parent)),
         ("python", lambda: f"{platform.python_version()} on {platform.platform()}"),
         *((name, lambda name=name: _version(name)) for name in PACKAGES),
+        ("environment", _environment),
         ("driver", _driver),
         ("devices", _devices),
         ("kernels", _kernels),
@@ -71,7 +80,7 @@ def info() -> list[tuple[str, str]]:
         try:
             lines.append((label, answer()))
         except Exception as error:  # a broken installation is what a bug report is about
-            lines.append((label, f"unknown ({type(error).__name__}: {error})"))
+            lines.append((label, f"unknown ({f'{type(error).__name__}: {error}'.rstrip(': ')})"))
     return lines
 
 
@@ -86,6 +95,12 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _environment() -> str:
+    """What decides over JAX's platforms and over the memory and the graphs of its GPU backend."""
+    found = [f"{name}={value}" for name in ENVIRONMENT if (value := os.environ.get(name))]
+    return ", ".join(found) or "nothing set"
 
 
 def _driver() -> str:

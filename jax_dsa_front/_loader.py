@@ -5,7 +5,6 @@ needed there, also in a process that only runs programs lowered elsewhere."""
 
 import _thread
 import ctypes
-import hashlib
 import threading
 import traceback
 from types import ModuleType
@@ -109,7 +108,7 @@ def _kernel(driver: ModuleType, entry: dict[str, Any], device: Any) -> _Kernel:
     current."""
     name = entry["name"]
     if name not in _libraries:
-        cubin = _read_cubin(entry)
+        cubin = _runtime.cubin(entry)
         loaded = driver.cuLibraryLoadData(cubin, None, None, 0, None, None, 0)
         _libraries[name] = check(driver, loaded)
     kernel = check(driver, driver.cuLibraryGetKernel(_libraries[name], entry["symbol"].encode()))
@@ -132,21 +131,6 @@ def _kernel(driver: ModuleType, entry: dict[str, Any], device: Any) -> _Kernel:
         shared_bytes=entry["shared_bytes"],
         clusters_per_wave=_clusters_per_wave(driver, function, entry),
     )
-
-
-def _read_cubin(entry: dict[str, Any]) -> bytes:
-    path = _variants.CUBINS / f"{entry['name']}.cubin"
-    try:
-        cubin = path.read_bytes()
-    except OSError as error:
-        raise KernelUnavailableError(
-            f"{path.name} cannot be read ({error.strerror}); reinstall jax_dsa_front"
-        ) from error
-    if hashlib.sha256(cubin).hexdigest() != entry["sha256"]:
-        raise KernelUnavailableError(
-            f"{path.name} is not the file that the manifest describes; reinstall jax_dsa_front"
-        )
-    return cubin
 
 
 def _clusters_per_wave(driver: ModuleType, function: Any, entry: dict[str, Any]) -> int:

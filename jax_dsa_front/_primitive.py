@@ -50,8 +50,9 @@ def choose_on_cuda(config: FrontConfig, operands: Sequence[Any]) -> Explanation:
     """The implementation that a program lowered for CUDA takes for operands of these shapes.
 
     The CUDA lowering and `explain` both ask here. The lowering does not know its device, so the
-    kernel is taken if every local CUDA device has one, or if there is no local one (then the
-    program is meant for another machine). `operands` are anything with a shape.
+    kernel is taken if it suits every local CUDA device, or where there is none, and the program is
+    meant for another machine, any that a kernel is shipped for. `operands` are anything with a
+    shape; a symbolic batch takes the kernel.
 
     Raises NotImplementedError if `implementation="cuda"` cannot be had.
     """
@@ -60,18 +61,19 @@ def choose_on_cuda(config: FrontConfig, operands: Sequence[Any]) -> Explanation:
     batch, pitch = operands[PROJECTED].shape
     rows, latent = operands[WQ_B].shape[-2:]
     local = tuple(sorted(set(_runtime.local_cuda_architectures())))
-    obstacle = _obstacle(latent, pitch, rows // HEAD_DIM, local)
+    known = batch if isinstance(batch, int) else 1
+    obstacle = _obstacle(latent, pitch, rows // HEAD_DIM, known, local)
     if obstacle is not None:
         if config.implementation == "cuda":
             raise NotImplementedError(f'implementation="cuda" cannot run: {obstacle}')
         return Explanation("jnp", obstacle)
-    if isinstance(batch, int):  # a symbolic batch takes the kernel
-        if batch == 0:
-            return Explanation("jnp", "there is nothing to compute at B = 0")
-        slow = [arch for arch in local if _variants.jnp_is_faster(arch, batch)]
-        if slow and config.implementation is None:
-            reason = f"on {', '.join(slow)} the kernel is not known to be faster at B = {batch}"
-            return Explanation("jnp", reason)
+    if known == 0:
+        return Explanation("jnp", "there is nothing to compute at B = 0")
+    archs = local or _variants.ARCHITECTURES
+    slow = [arch for arch in archs if _variants.jnp_is_faster(arch, known)]
+    if config.implementation is None and len(slow) >= (1 if local else len(archs)):
+        reason = f"on {', '.join(slow)} the kernel is not known to be faster at B = {batch}"
+        return Explanation("jnp", reason)
     where = f"on {', '.join(local)}" if local else "on the device that the program is lowered for"
     return Explanation("cuda", f"a shipped kernel takes K = {latent} and P = {pitch} {where}")
 
@@ -89,10 +91,12 @@ def choose_elsewhere(config: FrontConfig, platform: str) -> Explanation:
     return Explanation("jnp", f"on {platform} it is the only one ({reason})")
 
 
-def _obstacle(latent: int, pitch: int, heads: int, local: tuple[str, ...]) -> str | None:
+def _obstacle(
+    latent: int, pitch: int, heads: int, batch: int, local: tuple[str, ...]
+) -> str | None:
     """Why some local device cannot run the kernel; without one, why no architecture could."""
     archs = local or _variants.ARCHITECTURES
-    reasons = [_variants.unsupported(latent, pitch, arch, heads) for arch in archs]
+    reasons = [_variants.unsupported(latent, pitch, arch, heads, batch) for arch in archs]
     if not local:
         return reasons[0] if all(reasons) else None
     reasons.insert(0, _runtime.missing())

@@ -76,7 +76,7 @@ def positive_float(name: str, value: Any) -> float:
 
 def index(name: str, value: Any, size: int, meaning: str | None = None) -> tuple[int | None, Any]:
     """An int in [0, size) as it is, or an integer scalar array as an int32 operand."""
-    if isinstance(value, (bool, int, np.generic)):
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         return integer(name, value, 0, size - 1, meaning), None
     if not isinstance(value, (*CONCRETE, jax.ShapeDtypeStruct)):
         raise TypeError(f"{name} must be an int or an integer scalar, got {type(value).__name__}")

@@ -6,6 +6,7 @@ no backend.  _loader.py has the kernels."""
 import atexit
 import ctypes
 import functools
+import hashlib
 import importlib
 import os
 import re
@@ -37,8 +38,8 @@ def _only_copy() -> ModuleType:
         )
     if hasattr(mark, "registered"):
         raise ImportError(
-            f"jax_dsa_front was imported from {here} in this process before, and its handler "
-            "cannot be exchanged; restart Python to import it anew"
+            f"jax_dsa_front was imported from {here} in this process before, and what JAX has of "
+            "it cannot be exchanged; restart Python to import it anew"
         )
     return mark
 
@@ -99,6 +100,7 @@ def register(load: Any) -> None:
         "execute": jax.ffi.pycapsule(handler.JaxDsaFrontExecute),
     }
     jax.ffi.register_ffi_target(TARGET, stages, platform="CUDA")
+    handler.loader = load  # type: ignore[attr-defined]  # called also when its module is gone
     handler.JaxDsaFrontSetLoader(ctypes.cast(load, ctypes.c_void_p))
     atexit.register(handler.JaxDsaFrontClose)
     # A forked child has none of the parent's threads, so it must not wait for a load of theirs.
@@ -155,9 +157,39 @@ def missing() -> str | None:
         bindings()
     except KernelUnavailableError as error:
         return str(error)
-    if not local_cuda_architectures():
+    architectures = local_cuda_architectures()
+    if not architectures:
         return "JAX sees no CUDA device in this process"
+    try:
+        _look_at_cubins(architectures)
+    except KernelUnavailableError as error:
+        return str(error)
     return None
+
+
+@functools.cache
+def _look_at_cubins(architectures: tuple[str, ...]) -> None:
+    """Raises if one is not whole: a call that fails when it is loaded may have taken a donated
+    cache with it. Takes 1 ms, the first time."""
+    for entry in manifest_entries():
+        if entry["arch"] in architectures:
+            cubin(entry)
+
+
+def cubin(entry: dict[str, Any]) -> bytes:
+    """The file that an entry of the manifest describes."""
+    path = _variants.CUBINS / f"{entry['name']}.cubin"
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise KernelUnavailableError(
+            f"{path.name} cannot be read ({error.strerror}); reinstall jax_dsa_front"
+        ) from error
+    if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+        raise KernelUnavailableError(
+            f"{path.name} is not the file that the manifest describes; reinstall jax_dsa_front"
+        )
+    return content
 
 
 def manifest_entries() -> list[dict[str, Any]]:
@@ -194,8 +226,8 @@ def bindings() -> ModuleType:
         driver = importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
         raise KernelUnavailableError(
-            "cuda-python is missing: on a machine with an NVIDIA GPU "
-            'pip install "jax_dsa_front[cuda13]" (or [cuda12])'
+            "cuda-python is missing: install jax_dsa_front with its extra cuda13 (or cuda12), "
+            'from its source tree with pip install ".[cuda13]"'
         ) from error
     try:
         check(driver, driver.cuInit(0))
@@ -217,5 +249,8 @@ def check(driver: ModuleType, result: tuple[Any, ...]) -> Any:
     """The value of a driver call, or its error as an exception."""
     status, *values = result
     if status != driver.CUresult.CUDA_SUCCESS:
-        raise KernelUnavailableError(f"the driver answered {status.name}")
+        way_out = ""
+        if status.name == "CUDA_ERROR_OUT_OF_MEMORY":
+            way_out = ": leave it memory, with a lower XLA_PYTHON_CLIENT_MEM_FRACTION"
+        raise KernelUnavailableError(f"the driver answered {status.name}{way_out}")
     return values[0] if len(values) == 1 else values or None

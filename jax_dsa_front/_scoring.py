@@ -211,7 +211,9 @@ def _index_scores(
             (((1,), (1,)), ((), ())),
             preferred_element_type=jnp.float32,
         )
-        weighted = jnp.maximum(dots, 0.0) * weights_row.astype(jnp.float32)[:, None]
+        # Not jnp.maximum, which XLA on CPU (JAX 0.11 and newer) makes 0 of the NaN of a spoilt key
+        positive = jnp.where(dots < 0.0, 0.0, dots)
+        weighted = positive * weights_row.astype(jnp.float32)[:, None]
         return key_scales * jnp.sum(weighted, axis=0)
 
     rows = (query, weights, values, scales)

@@ -15,7 +15,7 @@ CUBINS = Path(__file__).parent / "cubins"
 MANIFEST = CUBINS / "manifest.json"
 
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
-MAX_GRID_HEADS = 65535  # an extent of the grid
+MAX_GRID = 65535  # heads, and tiles of rows: extents of a grid
 LATENT_WIDTHS = (1280, 1536, 2048)  # K: query ranks of public DSA models
 
 
@@ -72,7 +72,7 @@ def architecture(compute_capability: tuple[int, int]) -> str:
     return f"sm_{major}{minor}a"
 
 
-def unsupported(k: int, pitch: int, arch: str, heads: int = 1) -> str | None:
+def unsupported(k: int, pitch: int, arch: str, heads: int = 1, batch: int = 1) -> str | None:
     """One sentence why no shipped kernel takes these; None if one does.
 
     `k`: width of the query latent; `pitch`: width of `projected` (elements).
@@ -88,8 +88,11 @@ def unsupported(k: int, pitch: int, arch: str, heads: int = 1) -> str | None:
             "the kernel needs rows of projected that start at multiples of 16 bytes: "
             f"a width P that is a multiple of 8, got {pitch}"
         )
-    if heads > MAX_GRID_HEADS:
-        return f"the kernel takes at most {MAX_GRID_HEADS} heads, got {heads}"
+    if heads > MAX_GRID:
+        return f"the kernel takes at most {MAX_GRID} heads, got {heads}"
+    rows = MAX_GRID * max(v.tile for v in VARIANTS if (v.arch, v.k) == (arch, k))
+    if batch > rows:
+        return f"the kernel for {arch} takes at most {rows} rows, got {batch}"
     return None
 
 

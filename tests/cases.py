@@ -200,10 +200,15 @@ def arrays(case, operands):
     return (
         jnp.array(operands.cache),
         tuple(jnp.asarray(a) for i, a in enumerate(operands.args) if i != CACHE),
-        jnp.int32(case.layer) if case.traced_layer else None,
+        scalar(case.layer) if case.traced_layer else None,
         {name: jnp.asarray(a) for name, a in operands.arrays.items()},
-        jnp.int32(case.head_start) if case.traced_head_start else None,
+        scalar(case.head_start) if case.traced_head_start else None,
     )
+
+
+def scalar(index):
+    """As int32, or int64 where it takes that (under jax_enable_x64)."""
+    return jnp.asarray(np.array(index, np.int32 if -(2**31) <= index < 2**31 else np.int64))
 
 
 def run(case, operands=None, implementation=None, compiler_options=None):

@@ -58,10 +58,15 @@ def assert_in_place(compiled, layer_bytes, copies=()):
 
 def assert_calls_stand_alone(text, sliced=False):
     """XLA for GPUs has called the kernel in place and has taken nothing around it into the call,
-    but for slices of weights, and these if there are some."""
+    but for slices of `wq_b`, and these if there are some."""
     assert f'custom_call_target="{TARGET}"' in text
     assert "output_to_operand_aliasing={{2}: (5, {})}" in text
     assert ('"name":"dynamic_slice_fusion"' in text) == sliced
+    fused = re.findall(r"^%dynamic-slice-fusion.*?^}", text, re.M | re.S)
+    assert bool(fused) == sliced
+    for call in fused:
+        taken = re.findall(r"= (\w+)\[([\d,]+)\]\S* (?:dynamic-|dynamic-update-)?slice\(", call)
+        assert [(dtype, dims.count(",")) for dtype, dims in taken] == [("bf16", 2)], taken
 
 
 def lowered_for_cuda(fn, *args, donate=()):

@@ -126,7 +126,8 @@ def rows_as_xs(projected, weights, cache, fmt):
 
 
 def layers_as_xs(projected, weights, cache, fmt):
-    """Weights and cache sliced and put together by a scan: right, but XLA copies the layers."""
+    """Weights and cache sliced and put together by a scan: right, but XLA copies the cache's
+    layers."""
 
     def body(_, layer):
         front = step(projected, layer[:-1], layer[-1], jnp.arange(BATCH), fmt=fmt)
@@ -216,13 +217,16 @@ def old_cache_read_in_order(projected, weights, cache, fmt):
 
 
 def scores_behind(projected, weights, cache, fmt):
+    """Row r scores the keys of rows 0..r, which this call has stored; the rest of the cache is
+    garbage."""
     front = step(projected, weights, cache, jnp.arange(BATCH), fmt=fmt)
     scores = dsa.index_scores(
         *(front.query, front.query_scale, front.weights, front.cache),
-        *(jnp.tile(jnp.arange(8), (BATCH, 1)), jnp.arange(BATCH) + 5),
+        *(jnp.tile(jnp.arange(8), (BATCH, 1)), jnp.arange(BATCH) + 1),
         cache_format=fmt,
     )
-    return jnp.isfinite(scores), front.cache  # their sums have another order in each program
+    # Rounded, because their sums have another order in each program
+    return scores.astype(jnp.bfloat16), front.cache
 
 
 def reference(projected, weights, cache, fmt):

@@ -4,6 +4,7 @@ Most machines are simulated, by what JAX would say about their devices. The test
 of processes whose GPUs are hidden from JAX, and of a second GPU that looks like an older one.
 """
 
+import ast
 import functools
 import json
 import re
@@ -150,23 +151,58 @@ def test_empty_batch_launches_nothing():
     assert_same_front(cases.run(case), cases.run(case, implementation="jnp"))
 
 
-def test_more_heads_than_a_grid_has_fall_back(monkeypatch):
-    monkeypatch.setattr(_runtime, "local_cuda_architectures", lambda: ("sm_90a",))
-    monkeypatch.setattr(_runtime, "missing", lambda: None)
-    heads, k = 65536, 1280
-    arguments = dict(
-        projected=small.shape(2, k + 128 + heads),
+def abstract(batch=2, heads=8, k=1280):
+    """Arguments of a call, none of which need exist."""
+    return dict(
+        projected=small.shape(batch, k + 128 + heads),
         q_norm=small.shape(k),
         wq_b=small.shape(heads * 128, k),
         key_norm_weight=small.shape(128, dtype=small.F32),
         key_norm_bias=small.shape(128, dtype=small.F32),
         cache=small.shape(2, 64, 132, dtype=small.U8),
-        slots=small.shape(2, dtype=small.I32),
+        slots=small.shape(batch, dtype=small.I32),
         key_offset=k,
         weight_offset=k + 128,
         eps=1e-6,
         key_eps=1e-6,
     )
+
+
+@pytest.mark.parametrize(
+    ("local", "largest", "in_doubt"),  # rows that the grid has, and above which None does without
+    [
+        (("sm_90a",), 65535 * 128, 4096),
+        (("sm_100a",), 65535 * 8, 8),
+        (("sm_90a", "sm_103a"), 65535 * 8, 8),
+        ((), 65535 * 128, 4096),  # for another machine: what the most capable one takes
+    ],
+    ids=str,
+)
+def test_large_batches(monkeypatch, local, largest, in_doubt):
+    """On machines with such GPUs, and lowered where there is none."""
+    monkeypatch.setattr(_runtime, "local_cuda_architectures", lambda: local)
+    monkeypatch.setattr(_runtime, "missing", lambda: None)
+
+    def choice(batch, implementation=None):
+        arguments = abstract(batch) | dict(implementation=implementation)
+        if local:
+            return dsa.explain(**arguments).implementation
+        arrays = {k: v for k, v in arguments.items() if isinstance(v, jax.ShapeDtypeStruct)}
+        rest = {k: v for k, v in arguments.items() if k not in arrays}
+        text = lowered_for_cuda(lambda arrays: dsa.index_front(**arrays, **rest), arrays)
+        return "cuda" if custom_calls(text) else "jnp"
+
+    assert (choice(in_doubt), choice(in_doubt + 1)) == ("cuda", "jnp")
+    assert (choice(largest, "cuda"), choice(largest + 1)) == ("cuda", "jnp")
+    with pytest.raises(NotImplementedError, match=f"at most {largest} rows, got {largest + 1}"):
+        choice(largest + 1, "cuda")
+
+
+def test_more_heads_than_a_grid_has_fall_back(monkeypatch):
+    monkeypatch.setattr(_runtime, "local_cuda_architectures", lambda: ("sm_90a",))
+    monkeypatch.setattr(_runtime, "missing", lambda: None)
+    heads, k = 65536, 1280
+    arguments = abstract(heads=heads)
     assert "65535 heads, got 65536" in str(dsa.explain(**arguments))
     with pytest.raises(NotImplementedError, match="65535 heads, got 65536"):
         dsa.explain(**arguments, implementation="cuda")
@@ -181,10 +217,15 @@ from jax_dsa_front import _loader
 benchmarks, per_wave, calls = sys.argv[1:]
 sys.path.insert(0, benchmarks)
 from bare import FrontParams, launch_front
-launched = []  # handles
+launched, orders = [], set()  # handles, offsets of the parameters
 @ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
 def launch(config, handle, arguments, extra):
     launched.append(handle)
+    addresses, start = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p)), 0
+    while addresses[start] != ctypes.addressof(parameters):  # a tensor map
+        start += 1
+    count = len(FrontParams._fields_)
+    orders.add(tuple(addresses[start + i] - addresses[start] for i in range(count)))
     return 0
 integers, pointers = [ctypes.c_int] * 2, [ctypes.c_void_p] * 5
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *integers, *pointers, *integers, *integers)
@@ -194,19 +235,41 @@ functions = {b"cuLaunchKernelEx": launch, b"cuTensorMapEncodeTiled": encode}
 addresses = {name: ctypes.cast(f, ctypes.c_void_p).value for name, f in functions.items()}
 FakeDriver(clusters_per_wave=int(per_wave), entry_points=addresses).install()
 def kernels_of(k, batch, heads):
+    global parameters
     launched.clear()
-    launch_front(k, FrontParams(batch=batch), heads, heads * 128, 0)
+    parameters = FrontParams(batch=batch)
+    launch_front(k, parameters, heads, heads * 128, 0)
     names = {1 + library: name for name, library in _loader._libraries.items()}
     return [names[handle].removeprefix(f"index_front_sm_90a_k{k}_") for handle in launched]
-print(json.dumps([kernels_of(*call) for call in json.loads(calls)]))
+kernels = [kernels_of(*call) for call in json.loads(calls)]
+fields = [getattr(FrontParams, name) for name, _ in FrontParams._fields_]
+assert orders == {tuple(field.offset for field in fields)}, orders
+sizes = {name: field.size for (name, _), field in zip(FrontParams._fields_, fields)}
+print(json.dumps([kernels, sizes]))
 """
 
 
 def kernels_of(calls, tmp_path, per_wave=66):
     """The launches of each (K, B, H), on a device that holds so many clusters at once."""
+    return launches(calls, tmp_path, per_wave)[0]
+
+
+def launches(calls, tmp_path, per_wave=66):
+    """The same, and {parameter: bytes} of a kernel, in order."""
     benchmarks = TESTS.parent / "benchmarks"
     arguments = benchmarks, per_wave, json.dumps(calls)
     return json.loads(run_python(KERNELS_OF_A_CALL, *arguments, cwd=tmp_path, JAX_PLATFORMS="cpu"))
+
+
+def test_parameters_have_one_order(tmp_path):
+    """The C++ struct, the list that is launched with and its twin in benchmarks/bare.py, in that
+    program; and the kernels' own, whose module needs the DSL."""
+    source = ast.parse((TESTS.parent / "jax_dsa_front/kernels/common.py").read_text())
+    (own,) = (n for n in source.body if getattr(n, "name", None) == "FrontArguments")
+    members = [n for n in own.body if isinstance(n, ast.AnnAssign)]
+    own = {n.target.id: int(n.annotation.id[-2:]) // 8 for n in members}
+    _, parameters = launches([(1280, batch, 8) for batch in (1, 32, 300)], tmp_path)
+    assert list(own.items()) == list(parameters.items())
 
 
 def test_kernels_of_a_call(tmp_path):

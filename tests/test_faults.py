@@ -87,6 +87,29 @@ def test_two_copies_in_one_process(name, good, tmp_path):
     assert two_copies(name, tmp_path, TARGETS, **CPU) == good
 
 
+FORGOTTEN = """
+import ctypes, gc, sys
+from jax_dsa_front import _runtime
+library = _runtime.library
+del _runtime
+for name in [name for name in sys.modules if name.split(".")[0] == "jax_dsa_front"]:
+    del sys.modules[name]
+gc.collect()
+message = ctypes.create_string_buffer(1024)
+print(library.JaxDsaFrontLaunch(0, 1536, None, 32, 4096, None, message, 1024))
+print(message.value.decode())
+"""
+
+
+def test_kernels_are_asked_for_when_the_package_is_forgotten(tmp_path):
+    """A program that JAX still holds may need them; the handler calls into Python then."""
+    faults.copy_package(tmp_path)
+    fake = "from fake_driver import FakeDriver; FakeDriver(capabilities=[(8, 0)]).install()"
+    status, sentence = run(fake + FORGOTTEN, tmp_path, **CPU)[0].strip().split("\n")
+    assert status == "1"
+    faults.assert_sentence(sentence, "could not load its kernels.*no kernel is shipped for sm_80a")
+
+
 EXIT = """
 import atexit, ctypes, threading, time
 def call():

@@ -21,7 +21,7 @@ CALL = """
 import functools, os, pathlib, shutil, signal, sys
 import jax, jax.numpy as jnp
 import jax_dsa_front as dsa, small
-from jax_dsa_front import _loader, _variants
+from jax_dsa_front import _loader, _runtime, _variants
 args = *small.operands(k=1536, pages=2), jnp.arange(small.BATCH)
 before = small.digest(args)
 def call(implementation="cuda"):
@@ -32,14 +32,22 @@ def failing():
         call()
         return "it ran"
     except BaseException as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}".splitlines()[0]
     finally:
         assert small.digest(args) == before, "an operand changed"
 """
 DAMAGED = (
     CALL
     + """
-print(failing().splitlines()[0])
+print(failing())
+_runtime.missing = lambda: None  # as where a program runs that another process has lowered
+print(failing())
+donated = jnp.copy(args[2])
+step = jax.jit(functools.partial(small.step, implementation="cuda"), donate_argnums=2)
+try:
+    jax.block_until_ready(step(*args[:2], donated, args[3]))
+except Exception:
+    print("deleted" if donated.is_deleted() else bool(jnp.all(donated == args[2])))
 call("jnp")  # on the GPU
 with jax.default_device(jax.devices("cpu")[0]):
     small.step(*small.operands(pages=1), jnp.arange(small.BATCH))
@@ -52,12 +60,12 @@ INTERRUPTED = (
     CALL
     + """
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
-read = _loader._read_cubin
-def interrupted(entry):
-    _loader._read_cubin = read
+kernel = _loader._kernel
+def interrupted(*arguments):
+    _loader._kernel = kernel
     signal.raise_signal(signal.SIGINT)
-    return read(entry)
-_loader._read_cubin = interrupted
+    return kernel(*arguments)
+_loader._kernel = interrupted
 for _ in range(3):
     try:
         print(call())
@@ -104,12 +112,17 @@ def good_cuda():
 
 @pytest.mark.parametrize("fault", [*faults.CUBIN_FAULTS, *faults.MANIFEST_FAULTS])
 def test_damaged_cubins(fault, good_cuda, tmp_path):
-    """The call fails with the sentence; the device computes on; repaired, the same process runs."""
+    """Lowering it fails with the sentence, and so does the call of a program that is lowered
+    already; the device computes on; repaired, the same process runs."""
     change, says = {**faults.CUBIN_FAULTS, **faults.MANIFEST_FAULTS}[fault]
     change(faults.copy_package(tmp_path))
     code = f"GOOD = {str(faults.PACKAGE / 'cubins')!r}\n{DAMAGED}"
-    sentence, result = run(code, tmp_path, **GPU)[0].strip().split("\n")
-    faults.assert_sentence(sentence, says)
+    lowered, called, donated, result = run(code, tmp_path, **GPU)[0].strip().split("\n")
+    assert lowered.startswith('NotImplementedError: implementation="cuda" cannot run: ')
+    assert "jax_dsa_front could not load its kernels: " in called
+    for sentence in (lowered, called):
+        faults.assert_sentence(sentence, says)
+    assert donated in ("deleted", "True"), donated
     assert result == good_cuda
 
 

@@ -161,13 +161,15 @@ def test_slots_of_both_widths(slot_dtype, fmt):
     assert_front(front, operands.cache, operands.expected(oracle), fmt)
 
 
-@pytest.mark.parametrize("layer", [-1, 3, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("layer", [-1, 3, 2**31 - 1, -(2**31), 2**32 + 1, 2**63 - 1, -(2**63)])
 def test_layers_out_of_range_write_nothing(layer):
+    """Of int32, and those of int64 whose lower halves are layers."""
     case = cases.Case(
         "layer", k=1280, stacked=cases.ALL, layer=layer, traced_layer=True, align=8, seed=84
     )
     operands = cases.make(case)
-    front = cases.run(case, operands, "cuda")
+    with jax.enable_x64(True):
+        front = cases.run(case, operands, "cuda")
     assert_equal(front.cache, operands.cache, "cache")
     assert_front(front, operands.cache, operands.expected(oracle), case.fmt)
 

@@ -28,11 +28,13 @@ def test_no_kernel_uses_local_memory():
     local_bytes = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
     entries = [entry for entry in _variants.manifest()["kernels"] if entry["arch"] == arch]
     spilled = {}
-    for entry in entries:
-        kernel = driver.CUkernel(_loader._kernel(driver, entry, device).handle)
-        answer = driver.cuKernelGetAttribute(local_bytes, kernel, device)
-        spilled[entry["name"]] = _runtime.check(driver, answer)
-    _runtime.check(driver, driver.cuCtxPopCurrent())
+    try:
+        for entry in entries:
+            kernel = driver.CUkernel(_loader._kernel(driver, entry, device).handle)
+            answer = driver.cuKernelGetAttribute(local_bytes, kernel, device)
+            spilled[entry["name"]] = _runtime.check(driver, answer)
+    finally:
+        _runtime.check(driver, driver.cuCtxPopCurrent())
     assert entries
     assert not {name: count for name, count in spilled.items() if count}
 

@@ -36,9 +36,15 @@ def package(tmp_path, monkeypatch):
     monkeypatch.setattr(_variants, "MANIFEST", folder / "cubins" / "manifest.json")
     monkeypatch.setattr(_loader, "_libraries", {})
     monkeypatch.setattr(_runtime, "library", Published())
-    _variants.manifest.cache_clear()
+    forget()
     yield folder
+    forget()
+
+
+def forget():
+    """What this process knows of the package's files."""
     _variants.manifest.cache_clear()
+    _runtime._look_at_cubins.cache_clear()
 
 
 @pytest.fixture
@@ -78,15 +84,28 @@ def test_a_whole_package_loads(package, driver):
 
 
 @pytest.mark.parametrize("fault", [*faults.CUBIN_FAULTS, *faults.MANIFEST_FAULTS])
-def test_a_damaged_package(fault, package, driver):
-    """One sentence, nothing published, no context left behind; repaired, it loads at once."""
+def test_a_damaged_package(fault, package, driver, monkeypatch):
+    """One sentence where the implementation is chosen and where kernels are loaded; nothing
+    published, no context left behind; repaired, it loads at once."""
     change, says = {**faults.CUBIN_FAULTS, **faults.MANIFEST_FAULTS}[fault]
     change(package)
+    monkeypatch.setattr(_runtime, "local_cuda_architectures", lambda: ("sm_90a",))
+    faults.assert_sentence(_runtime.missing(), says)
     assert_fails(says)
     assert driver.contexts == 0
     shutil.rmtree(package / "cubins")
     shutil.copytree(faults.PACKAGE / "cubins", package / "cubins")
     _variants.manifest.cache_clear()
+    assert _runtime.missing() is None
+    assert_loads()
+
+
+def test_no_memory_for_the_kernels(package, driver, monkeypatch):
+    load_data = driver.cuLibraryLoadData
+    driver.cuLibraryLoadData = lambda *_: (CUresult.CUDA_ERROR_OUT_OF_MEMORY, None)
+    assert_fails("CUDA_ERROR_OUT_OF_MEMORY: .*lower XLA_PYTHON_CLIENT_MEM_FRACTION")
+    assert driver.contexts == 0
+    driver.cuLibraryLoadData = load_data
     assert_loads()
 
 
@@ -140,7 +159,7 @@ def interruptible():
 def test_interrupted_by_the_keyboard(package, driver, monkeypatch):
     """The load fails, naming the reason, and the interrupt arrives where Python can raise it;
     nothing stays locked or half loaded."""
-    read, calls = _loader._read_cubin, []
+    read, calls = _runtime.cubin, []
 
     def interrupted(entry):
         calls.append(entry)
@@ -148,7 +167,7 @@ def test_interrupted_by_the_keyboard(package, driver, monkeypatch):
             raise KeyboardInterrupt
         return read(entry)
 
-    monkeypatch.setattr(_loader, "_read_cubin", interrupted)
+    monkeypatch.setattr(_runtime, "cubin", interrupted)
     message = ctypes.create_string_buffer(1024)
 
     def loading():
@@ -182,9 +201,9 @@ def test_one_cubin_for_all_devices(package, driver):
 
 def test_reading_a_cubin(package):
     entry = next(e for e in _variants.manifest()["kernels"] if e["name"] == faults.FIRST)
-    assert _loader._read_cubin(entry).startswith(b"\x7fELF")
+    assert _runtime.cubin(entry).startswith(b"\x7fELF")
     for change, says in faults.CUBIN_FAULTS.values():
         change(package)
         with pytest.raises(_runtime.KernelUnavailableError, match=says):
-            _loader._read_cubin(entry)
+            _runtime.cubin(entry)
         shutil.copytree(faults.PACKAGE / "cubins", package / "cubins", dirs_exist_ok=True)

@@ -70,6 +70,18 @@ def test_int64_slots(fmt):
     assert_front(front, operands.cache, operands.expected(oracle), fmt)
 
 
+@pytest.mark.parametrize("layer", [1, 2**31, 2**32 + 1, 2**63 - 1, -(2**32) + 1, -(2**63)])
+def test_int64_layers(layer):
+    """One that int32 cannot hold reads the nearest layer and stores nothing; none may wrap."""
+    case = cases.Case("i64-layer", stacked=cases.ALL, layer=layer, traced_layer=True, seed=65)
+    operands = cases.make(case)
+    with jax.enable_x64(True):
+        arrays = cases.arrays(case, operands)
+        arrays = *arrays[:2], arrays[2].astype(np.int64), *arrays[3:]
+        front = jax.jit(cases.function(case))(*arrays)
+    assert_front(front, operands.cache, operands.expected(oracle), case.fmt)
+
+
 def test_x64_changes_nothing():
     """Under jax_enable_x64 the same bytes come out, in the same dtypes."""
     case = cases.Case("x64", "mxfp4", stacked=cases.ALL, layer=1, traced_layer=True, seed=62)

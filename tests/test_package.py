@@ -55,6 +55,7 @@ def test_handler_exports_its_own_functions_alone():
 
 def test_handler_is_accepted_by_this_jaxlib():
     assert _runtime.registration_error() is None, _runtime.registration_error()
+    assert _runtime._accepted_ffi_minor() >= _runtime.library.JaxDsaFrontFfiMinor() >= 1
 
 
 def test_a_handler_that_is_too_new_is_reported_by_us(tmp_path):
