@@ -16,8 +16,9 @@ from jax_dsa_front._config import ROW_BYTES
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "cuda-bindings", "numpy")
 
 ENVIRONMENT = (
-    *("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "XLA_FLAGS"),
-    *("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_PYTHON_CLIENT_MEM_FRACTION"),
+    *("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION"),
+    # As JAX also calls them
+    *(f"XLA_PYTHON_CLIENT_{name}" for name in ("PREALLOCATE", "MEM_FRACTION", "ALLOCATOR")),
 )
 
 

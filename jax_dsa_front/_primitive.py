@@ -9,6 +9,7 @@ lowering, because only then the platform is known.
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -49,10 +50,10 @@ class Explanation:
 def choose_on_cuda(config: FrontConfig, operands: Sequence[Any]) -> Explanation:
     """The implementation that a program lowered for CUDA takes for operands of these shapes.
 
-    The CUDA lowering and `explain` both ask here. The lowering does not know its device, so the
-    kernel is taken if it suits every local CUDA device, or where there is none, and the program is
-    meant for another machine, any that a kernel is shipped for. `operands` are anything with a
-    shape; a symbolic batch takes the kernel.
+    The CUDA lowering and `explain` both ask here. The lowering does not know its device: the kernel
+    is taken if it can run on every local CUDA device, and is the faster one on each. Without such a
+    device the program is meant for another machine; then it is taken if that holds for some
+    architecture. `operands` are anything with a shape; a symbolic batch takes the kernel.
 
     Raises NotImplementedError if `implementation="cuda"` cannot be had.
     """
@@ -71,7 +72,7 @@ def choose_on_cuda(config: FrontConfig, operands: Sequence[Any]) -> Explanation:
         return Explanation("jnp", "there is nothing to compute at B = 0")
     archs = local or _variants.ARCHITECTURES
     slow = [arch for arch in archs if _variants.jnp_is_faster(arch, known)]
-    if config.implementation is None and len(slow) >= (1 if local else len(archs)):
+    if config.implementation is None and (slow if local else slow == [*archs]):
         reason = f"on {', '.join(slow)} the kernel is not known to be faster at B = {batch}"
         return Explanation("jnp", reason)
     where = f"on {', '.join(local)}" if local else "on the device that the program is lowered for"
@@ -99,8 +100,8 @@ def _obstacle(
     reasons = [_variants.unsupported(latent, pitch, arch, heads, batch) for arch in archs]
     if not local:
         return reasons[0] if all(reasons) else None
-    reasons.insert(0, _runtime.missing())
-    return next((reason for reason in reasons if reason is not None), None)
+    misfit = next((reason for reason in reasons if reason is not None), None)
+    return misfit or _runtime.missing(latent)
 
 
 def export_safety_checks() -> list[jax.export.DisabledSafetyCheck]:
@@ -146,13 +147,17 @@ def _default_lowering(ctx: mlir.LoweringRuleContext, *operands: Any, config: Fro
 
 
 def _cuda_lowering(ctx: mlir.LoweringRuleContext, *operands: Any, config: FrontConfig) -> Any:
-    if choose_on_cuda(config, ctx.avals_in).implementation == "jnp":
+    avals: Sequence[Any] = ctx.avals_in
+    choice = choose_on_cuda(config, avals)
+    if choice.implementation == "jnp":
+        free = config.implementation is None and _runtime.local_cuda_architectures()
+        if free and choice.reason == _runtime.missing(avals[WQ_B].shape[-1]):
+            warnings.warn(f"index_front runs without its kernel: {choice.reason}", stacklevel=2)
         return _lower_jnp_form(ctx, operands, config, cuda=True)
     traced = config.has_layer_operand + 2 * config.has_head_start_operand
     rule = jax.ffi.ffi_lowering(TARGET, operand_output_aliases={CACHE: CACHE_RESULT})
     # One more result than the primitive has: scratch for the normalised rows, which the handler
     # uses where it takes two launches.
-    avals: Sequence[Any] = ctx.avals_in
     rows = avals[PROJECTED].shape[0], avals[WQ_B].shape[-1]
     scratch = avals[PROJECTED].update(shape=rows)
     shielded = _shielded([*operands[:WQ_B], *operands[WQ_B + 1 :]])

@@ -1,7 +1,7 @@
 """The handler library and the driver: registration with JAX, and what a machine lacks.
 
 Importing this module opens the small handler library and nothing else: no driver, no CUDA package,
-no backend.  _loader.py has the kernels."""
+no backend.  _loader.py loads the kernels."""
 
 import atexit
 import ctypes
@@ -148,8 +148,9 @@ def _accepted_ffi_minor() -> int | None:
 # What is there ------------------------------------------------------------------------------------
 
 
-def missing() -> str | None:
-    """One sentence naming what this process lacks to run the kernel; None if nothing."""
+def missing(k: int | None = None) -> str | None:
+    """One sentence naming what this process lacks to run the kernels of one K, or of all; None if
+    nothing."""
     if _registration_error is not None:
         return _registration_error
     try:
@@ -161,18 +162,18 @@ def missing() -> str | None:
     if not architectures:
         return "JAX sees no CUDA device in this process"
     try:
-        _look_at_cubins(architectures)
+        _look_at_cubins(architectures, k)
     except KernelUnavailableError as error:
         return str(error)
     return None
 
 
 @functools.cache
-def _look_at_cubins(architectures: tuple[str, ...]) -> None:
+def _look_at_cubins(architectures: tuple[str, ...], k: int | None) -> None:
     """Raises if one is not whole: a call that fails when it is loaded may have taken a donated
     cache with it. Takes 1 ms, the first time."""
     for entry in manifest_entries():
-        if entry["arch"] in architectures:
+        if entry["arch"] in architectures and k in (None, entry["k"]):
             cubin(entry)
 
 
@@ -251,6 +252,6 @@ def check(driver: ModuleType, result: tuple[Any, ...]) -> Any:
     if status != driver.CUresult.CUDA_SUCCESS:
         way_out = ""
         if status.name == "CUDA_ERROR_OUT_OF_MEMORY":
-            way_out = ": leave it memory, with a lower XLA_PYTHON_CLIENT_MEM_FRACTION"
+            way_out = ": leave it memory, with a lower XLA_CLIENT_MEM_FRACTION"
         raise KernelUnavailableError(f"the driver answered {status.name}{way_out}")
     return values[0] if len(values) == 1 else values or None

@@ -272,8 +272,13 @@ def shape(*dims, dtype=BF16):
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
+def arrays_and_rest(arguments):
+    """Two dictionaries of them: the `shape(...)` values, and all others."""
+    arrays = {k: v for k, v in arguments.items() if isinstance(v, jax.ShapeDtypeStruct)}
+    return arrays, {k: v for k, v in arguments.items() if k not in arrays}
+
+
 def trace(fn, arguments):
     """Abstract results of `fn(**arguments)`, whose `shape(...)` values need not exist."""
-    arrays = {k: v for k, v in arguments.items() if isinstance(v, jax.ShapeDtypeStruct)}
-    rest = {k: v for k, v in arguments.items() if k not in arrays}
+    arrays, rest = arrays_and_rest(arguments)
     return jax.eval_shape(lambda arrays: fn(**arrays, **rest), arrays)

@@ -18,7 +18,7 @@ GPU = dict(XLA_PYTHON_CLIENT_PREALLOCATE="false")
 K = 1536
 
 CALL = """
-import functools, os, pathlib, shutil, signal, sys
+import functools, shutil, signal, warnings
 import jax, jax.numpy as jnp
 import jax_dsa_front as dsa, small
 from jax_dsa_front import _loader, _runtime, _variants
@@ -40,7 +40,11 @@ DAMAGED = (
     CALL
     + """
 print(failing())
-_runtime.missing = lambda: None  # as where a program runs that another process has lowered
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    assert call(None) == call("jnp")
+print(*(warning.message for warning in caught))
+missing, _runtime.missing = _runtime.missing, lambda *_: None  # as in a program lowered elsewhere
 print(failing())
 donated = jnp.copy(args[2])
 step = jax.jit(functools.partial(small.step, implementation="cuda"), donate_argnums=2)
@@ -48,7 +52,7 @@ try:
     jax.block_until_ready(step(*args[:2], donated, args[3]))
 except Exception:
     print("deleted" if donated.is_deleted() else bool(jnp.all(donated == args[2])))
-call("jnp")  # on the GPU
+_runtime.missing = missing
 with jax.default_device(jax.devices("cpu")[0]):
     small.step(*small.operands(pages=1), jnp.arange(small.BATCH))
 shutil.copytree(GOOD, _variants.CUBINS, dirs_exist_ok=True)
@@ -112,15 +116,17 @@ def good_cuda():
 
 @pytest.mark.parametrize("fault", [*faults.CUBIN_FAULTS, *faults.MANIFEST_FAULTS])
 def test_damaged_cubins(fault, good_cuda, tmp_path):
-    """Lowering it fails with the sentence, and so does the call of a program that is lowered
-    already; the device computes on; repaired, the same process runs."""
+    """Lowering it for the kernel fails with the sentence, and so does the call of a program that
+    was lowered before, which may lose what was donated to it; without a command the jnp form runs,
+    with a warning; the device computes on; repaired, the same process runs."""
     change, says = {**faults.CUBIN_FAULTS, **faults.MANIFEST_FAULTS}[fault]
     change(faults.copy_package(tmp_path))
     code = f"GOOD = {str(faults.PACKAGE / 'cubins')!r}\n{DAMAGED}"
-    lowered, called, donated, result = run(code, tmp_path, **GPU)[0].strip().split("\n")
+    lowered, warned, called, donated, result = run(code, tmp_path, **GPU)[0].strip().split("\n")
     assert lowered.startswith('NotImplementedError: implementation="cuda" cannot run: ')
     assert "jax_dsa_front could not load its kernels: " in called
-    for sentence in (lowered, called):
+    assert warned.startswith("index_front runs without its kernel: ")
+    for sentence in (lowered, warned, called):
         faults.assert_sentence(sentence, says)
     assert donated in ("deleted", "True"), donated
     assert result == good_cuda

@@ -100,10 +100,23 @@ def test_a_damaged_package(fault, package, driver, monkeypatch):
     assert_loads()
 
 
+def test_other_cubins_do_not_matter(package, driver, monkeypatch):
+    """Of another K, or of a GPU that is not here; those of any that is here do."""
+    faults.CUBIN_FAULTS["truncated cubin"][0](package)
+    for architectures, k, whole in (
+        (("sm_90a",), 1280, True),
+        (("sm_100a",), None, True),
+        (("sm_90a",), 1536, False),
+        (("sm_100a", "sm_90a"), None, False),
+    ):
+        monkeypatch.setattr(_runtime, "local_cuda_architectures", lambda a=architectures: a)
+        assert (_runtime.missing(k) is None) == whole, (architectures, k)
+
+
 def test_no_memory_for_the_kernels(package, driver, monkeypatch):
     load_data = driver.cuLibraryLoadData
     driver.cuLibraryLoadData = lambda *_: (CUresult.CUDA_ERROR_OUT_OF_MEMORY, None)
-    assert_fails("CUDA_ERROR_OUT_OF_MEMORY: .*lower XLA_PYTHON_CLIENT_MEM_FRACTION")
+    assert_fails("CUDA_ERROR_OUT_OF_MEMORY: .*lower XLA_CLIENT_MEM_FRACTION")
     assert driver.contexts == 0
     driver.cuLibraryLoadData = load_data
     assert_loads()
