@@ -90,7 +90,7 @@ def front_arguments(
         *("num_heads", num_heads, heads, MAX_HEADS), f"at least the heads of wq_b, H = {heads}"
     )
     first_head, head_start_operand = _rules.index(
-        "head_start", arguments["head_start"], num_heads - heads + 1, bound
+        "head_start", arguments["head_start"], num_heads - heads + 1, bound, abstract
     )
     if head_start_operand is not None and not is_shard:  # it would be clamped to 0
         raise ValueError(f"head_start must be the int 0 ({bound}), got an array")
@@ -102,7 +102,7 @@ def front_arguments(
     _fits("weight_offset", weight_offset, used, columns, "head_weights", arguments, arrays)
 
     layers = _stack_length({name: arrays[name] for name in STACKABLE})
-    own_layer, layer_operand = _layer(arguments["layer"], layers)
+    own_layer, layer_operand = _layer(arguments["layer"], layers, abstract)
     weight_scale = arguments["weight_scale"]
     if weight_scale is None:
         weight_scale = (num_heads * HEAD_DIM) ** -0.5
@@ -247,7 +247,7 @@ def _stack_length(stackable: dict[str, Any]) -> dict[str, int]:
     return stacked
 
 
-def _layer(layer: Any, stacked: dict[str, int]) -> tuple[int | None, Any]:
+def _layer(layer: Any, stacked: dict[str, int], abstract: bool = False) -> tuple[int | None, Any]:
     """`layer` as a static int or as an operand; (None, None) where nothing is stacked."""
     if not stacked:
         if layer is not None:
@@ -262,7 +262,7 @@ def _layer(layer: Any, stacked: dict[str, int]) -> tuple[int | None, Any]:
             f"layer is required because of stacked {', '.join(stacked)} (L = {length}); if that is "
             f"one layer, reshape to {one_layer}; got None"
         )
-    return _rules.index("layer", layer, length, f"stacks of L = {length}")
+    return _rules.index("layer", layer, length, f"stacks of L = {length}", abstract)
 
 
 def _reader_layer(layer: Any, cache: Any) -> Any:

@@ -52,6 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _recorded.FOLDER.exists():
             print(_runtime.NOT_BUILT.format("recorded outputs are"), file=sys.stderr)
             return 2
+        obstacle = _no_device()
+        if obstacle is not None:
+            print(obstacle, file=sys.stderr)
+            return 2
         return _demo.run(options.cache_format)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -66,7 +70,7 @@ def info() -> list[tuple[str, str]]:
     questions: list[tuple[str, Callable[[], str]]] = [
         ("jax_dsa_front", _own_version),
         ("installed in", lambda: str(Path(__file__).parent)),
-        ("python", lambda: f"{platform.python_version()} on {platform.platform()}"),
+        ("python", _python),
         *((name, lambda name=name: _version(name)) for name in PACKAGES),
         ("environment", _environment),
         ("driver", _driver),
@@ -89,6 +93,14 @@ def _own_version() -> str:
     import jax_dsa_front
 
     return jax_dsa_front.__version__
+
+
+def _python() -> str:
+    system = os.uname()  # platform.platform() would start `uname -p`
+    libc = "-".join(platform.libc_ver())
+    return (
+        f"{platform.python_version()} on {system.sysname} {system.release} {system.machine}, {libc}"
+    )
 
 
 def _version(package: str) -> str:
@@ -118,6 +130,22 @@ def _driver() -> str:
     kernel_module = Path("/proc/driver/nvidia/version")
     own = kernel_module.read_text().splitlines()[0] if kernel_module.exists() else ""
     return f"{supports} {own}".strip()
+
+
+def _no_device() -> str | None:
+    """Why JAX has no device, as where JAX_PLATFORMS names a plugin that is not there."""
+    import jax
+
+    try:
+        jax.local_devices()
+    except Exception as error:  # JAX's own: RuntimeError, or a bare AssertionError
+        reason = f"{type(error).__name__}: {error}".rstrip(": ").splitlines()[0]
+        platforms = os.environ.get("JAX_PLATFORMS", "unset")
+        return (
+            f"JAX has no device, with JAX_PLATFORMS={platforms} ({reason}): leave it out, or "
+            "install the plugin, as the extras cuda12 and cuda13 do"
+        )
+    return None
 
 
 def _devices() -> str:

@@ -74,11 +74,13 @@ def positive_float(name: str, value: Any) -> float:
     return float(value)
 
 
-def index(name: str, value: Any, size: int, meaning: str | None = None) -> tuple[int | None, Any]:
+def index(
+    name: str, value: Any, size: int, meaning: str | None = None, abstract: bool = False
+) -> tuple[int | None, Any]:
     """An int in [0, size) as it is, or an integer scalar array as an int32 operand."""
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         return integer(name, value, 0, size - 1, meaning), None
-    if not isinstance(value, (*CONCRETE, jax.ShapeDtypeStruct)):
+    if not (isinstance(value, CONCRETE) or (abstract and isinstance(value, jax.ShapeDtypeStruct))):
         raise TypeError(f"{name} must be an int or an integer scalar, got {type(value).__name__}")
     if not jnp.issubdtype(value.dtype, np.integer):
         raise TypeError(f"{name} must have an integer dtype, got {value.dtype.name}")

@@ -12,6 +12,7 @@ import os
 import re
 import struct
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -81,6 +82,7 @@ def register(load: Any) -> None:
         _registration_error = (
             f"the handler library cannot be loaded ({error}); reinstall jax_dsa_front"
         )
+        _warn(_registration_error)
         return
     built, accepted = handler.JaxDsaFrontFfiMinor(), _accepted_ffi_minor()
     if accepted is not None and built > accepted:
@@ -89,6 +91,7 @@ def register(load: Any) -> None:
             f"the handler speaks XLA FFI 0.{built}, the installed jaxlib only 0.{accepted}; "
             "install a newer jaxlib, or build jax_dsa_front against this one"
         )
+        _warn(_registration_error)
         return
     handler.JaxDsaFrontSetLoader.argtypes = [ctypes.c_void_p]
     handler.JaxDsaFrontPublish.argtypes = [
@@ -106,6 +109,11 @@ def register(load: Any) -> None:
     # A forked child has none of the parent's threads, so it must not wait for a load of theirs.
     os.register_at_fork(after_in_child=lambda: atexit.unregister(handler.JaxDsaFrontClose))
     library, _registration_error = handler, None
+
+
+def _warn(reason: str) -> None:
+    """At the import: a program that was lowered elsewhere would end in a message of XLA's."""
+    warnings.warn(f"jax_dsa_front has no kernels in this process: {reason}", stacklevel=2)
 
 
 def _opened(path: Path) -> ctypes.CDLL:

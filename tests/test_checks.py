@@ -91,6 +91,7 @@ BAD = [
     ("layer negative", STACKED, dict(layer=-1), ValueError, r"layer .*got -1"),
     ("layer float", STACKED, dict(layer=1.0), TypeError, r"layer .*int.*got float"),
     ("layer a float array", STACKED, dict(layer=shape(dtype=F32)), TypeError, r"layer .*integer.*got float32"),
+    ("layer a bool", STACKED, dict(layer=True), TypeError, r"layer .*int or an integer scalar.*got bool"),
     ("layer a vector", STACKED, dict(layer=shape(1, dtype=I32)), ValueError, r"layer .*scalar.*got .*\(1,\)"),
     ("stacks of different length", STACKED, dict(q_norm=shape(LAYERS + 1, K)), ValueError, r"stacked .*q_norm with L = 4.*wq_b with L = 3"),
     ("stacks of no layer", STACKED, dict(wq_b=shape(0, HEADS * 128, K), cache=shape(0, 4, 64, 132, dtype=U8)), ValueError, r"stacked .*L = 0"),

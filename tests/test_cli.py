@@ -114,6 +114,25 @@ def test_demo_of_a_package_that_was_not_built(capsys, monkeypatch):
     assert re.fullmatch(r"the package was not built .*: pip install it, or .*\n", captured.err)
 
 
+@pytest.mark.parametrize("error", [AssertionError(), RuntimeError("no such platform")])
+def test_without_a_device(capsys, monkeypatch, error):
+    """As with JAX_PLATFORMS=cuda and no plugin: the way out instead of JAX's own traceback."""
+
+    def local_devices():
+        raise error
+
+    monkeypatch.setattr(jax, "local_devices", local_devices)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert _cli.main([]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out
+    reason = rf"{type(error).__name__}.*"
+    says = (
+        rf"JAX has no device, with JAX_PLATFORMS=cuda \({reason}\): leave it out, or install .*\n"
+    )
+    assert re.fullmatch(says, captured.err)
+
+
 @pytest.mark.parametrize(("fmt", "weights_equal"), [("mxfp4", 100), ("mxfp4", 99)])
 def test_exit_status_follows_the_recorded_outputs(
     small_demo, capsys, monkeypatch, fmt, weights_equal

@@ -66,11 +66,13 @@ def test_the_rest_works_and_cuda_says_what_is_wrong(fault, good, tmp_path):
         change(package)
     else:
         prepare, says = PROCESS_FAULTS[fault]
-    out, _ = run(prepare + ASK, tmp_path, **CPU)
+    out, err = run(prepare + ASK, tmp_path, **CPU)
     missing, refused, result = out.strip().split("\n")
     faults.assert_sentence(missing, says)
     faults.assert_sentence(refused, says)
     assert refused.startswith('implementation="cuda" cannot run') and missing in refused
+    at_import = f"jax_dsa_front has no kernels in this process: {missing}"
+    assert (at_import in err) == ("handler" in missing and "not built" not in missing), err
     assert result == good
 
 

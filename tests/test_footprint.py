@@ -31,6 +31,7 @@ def hook(event, arguments):
 sys.addaudithook(hook)
 import jax_dsa_front as dsa
 import small
+from jax_dsa_front import _cli
 
 projected, weights, cache = small.operands(k=1536)
 for implementation in (None, "jnp"):
@@ -43,6 +44,7 @@ dsa.explain(
     key_offset=1536, weight_offset=1664, eps=1e-6, key_eps=1e-6,
 )
 jax.jit(small.step).lower(projected, weights, cache, jnp.arange(4)).compile()
+_cli.main(["info"])
 assert not seen, seen
 
 with open("control", "w"):  # the hook does see such things

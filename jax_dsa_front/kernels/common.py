@@ -1,9 +1,6 @@
-"""What the kernels share: their parameter list, layers and head weights, quantisation, key
-insertion.
+"""What the kernels share: their parameter list, layers and head weights, barriers, key insertion.
 
-The numbers are those of _reference.py. All arithmetic is fp32; amplitudes are compared as integers
-(for non-negative floats the same order, with infinities and NaN on top), so that one comparison
-also finds the non-finite ones."""
+The numbers are those of _reference.py; all arithmetic is fp32."""
 
 from typing import NamedTuple
 
@@ -11,7 +8,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from . import ptx
+from . import arithmetic, ptx
+from .arithmetic import multiply
+from .quantise import FP8_KEY_FLOOR, fp4_codes, fp4_scale, fp8_scale, fp8_word, largest
 
 HEAD_DIM = 128
 
@@ -21,13 +20,6 @@ FLAG_HEAD_WEIGHTS_F32 = 2
 FLAG_WEIGHTS_F32 = 4
 FLAG_MXFP8 = 8
 FLAG_MXFP4 = 16
-
-FP8_QUERY_FLOOR = 0x2EDBE6FF  # 1e-10
-FP8_KEY_FLOOR = 0x38D1B717  # 1e-4
-FP4_FLOOR = 0x01C00000  # 6 * 2**-126
-INFINITY = 0x7F800000
-NAN = 0x7FC00000
-MAGNITUDE = 0x7FFFFFFF
 
 
 class FrontArguments(NamedTuple):
@@ -140,85 +132,12 @@ def load_head_weight(arguments, row, column):
 @cute.jit
 def store_weight(arguments, index, raw, scale):
     """weights[index] = (head weight * scale) * weight_scale, with index = row * heads + head."""
-    head_weight = ptx.float_of(raw[0] | (raw[1] << 16))
-    value = ptx.multiply(ptx.multiply(head_weight, scale), arguments.weight_scale)
+    head_weight = arithmetic.float_of(raw[0] | (raw[1] << 16))
+    value = multiply(multiply(head_weight, scale), arguments.weight_scale)
     if (arguments.flags & FLAG_WEIGHTS_F32) != 0:
         ptx.store_global_f32(arguments.weights + index * 4, value)
     else:
-        ptx.store_global_u16(arguments.weights + index * 2, ptx.bf16_bits(value))
-
-
-def magnitude(value):
-    return ptx.bits(value) & Uint32(MAGNITUDE)
-
-
-def largest(values):
-    """The largest magnitude, as bits."""
-    top = magnitude(values[0])
-    for value in values[1:]:
-        top = ptx.max_u32(top, magnitude(value))
-    return top
-
-
-@cute.jit
-def fp8_scale(amax):
-    """(bits of pow2_ceil(amax / 448), its reciprocal); both NaN where amax (bits) is not finite.
-
-    448 = 1.75 * 2**8, so the division is a subtraction of exponents and the ceiling an addition to
-    the mantissa: equal to the fp32 division for every bf16 amax."""
-    scale = ((amax + Uint32(0x1FFFFF)) & Uint32(INFINITY)) - Uint32(8 << 23)
-    inverse = Uint32(254 << 23) - scale
-    if amax >= Uint32(INFINITY):
-        scale = Uint32(NAN)
-        inverse = Uint32(NAN)
-    return scale, ptx.float_of(inverse)
-
-
-@cute.jit
-def fp4_scale(amax):
-    """(exponent byte of pow2_ceil(amax / 6), reciprocal of the scale); byte 0xff where amax (bits)
-    is not finite."""
-    # 6 = 1.5 * 2**2
-    exponent = ((ptx.max_u32(amax, Uint32(FP4_FLOOR)) + Uint32(0x3FFFFF)) >> 23) - Uint32(2)
-    inverse = (Uint32(254) - exponent) << 23
-    if amax >= Uint32(INFINITY):
-        exponent = Uint32(0xFF)
-    return exponent, ptx.float_of(inverse)
-
-
-def fp4_codes(values, inverse, converts):
-    """e2m1 of values * inverse (at most 6 in magnitude), nearest even, the sign kept on zero: up to
-    four codes in one word, the first in the low nibble.
-
-    `converts`: whether the architecture has an instruction for it, which Hopper has not."""
-    if converts:
-        zeros = [Float32(0)] * (4 - len(values))
-        return ptx.e2m1_word([ptx.multiply(value, inverse) for value in values] + zeros)
-    inverse = ptx.multiply(inverse, Float32(2.0**-14))
-    scaled = [ptx.multiply(value, inverse) for value in values] + [Float32(0)] * (len(values) % 2)
-    word = fp4_code_pair(*scaled[:2])
-    for i in range(2, len(scaled), 2):
-        word = word | (fp4_code_pair(*scaled[i : i + 2]) << (4 * i))
-    return word
-
-
-def fp4_code_pair(low, high):
-    """Two codes of `fp4_codes`, of values that are scaled by 2**-14 once more.
-
-    So scaled, e2m1 values are fp16 numbers whose exponent and top mantissa bit are the code;
-    subnormal ones included. Rounding to that bit is an addition, and both halves of a word take it
-    together. Of bfloat16 values, fp16 keeps all bits that matter: those down to 2**-10 of a code's
-    unit."""
-    halves = ptx.f16_pair(low, high)
-    rounded = (halves + Uint32(0x00FF00FF) + ((halves >> 9) & Uint32(0x00010001))) >> 9
-    codes = (rounded & Uint32(0x00070007)) | ((rounded >> 3) & Uint32(0x00080008))
-    return (codes | (codes >> 12)) & Uint32(0xFF)
-
-
-def fp8_word(values, inverse):
-    """Four e4m3fn codes, the first in the low byte."""
-    scaled = [ptx.multiply(value, inverse) for value in values]
-    return ptx.e4m3_pair(scaled[0], scaled[1]) | (ptx.e4m3_pair(scaled[2], scaled[3]) << 16)
+        ptx.store_global_u16(arguments.weights + index * 2, arithmetic.bf16_bits(value))
 
 
 @cute.jit
@@ -243,7 +162,7 @@ def lane_sum(value, distances=(16, 8, 4, 2, 1)):
     return value
 
 
-def lane_max(value, distances, largest_of=ptx.max_u32):
+def lane_max(value, distances, largest_of=arithmetic.max_u32):
     """The largest over the lanes whose numbers differ in these bits."""
     for distance in distances:
         value = largest_of(value, cute.arch.shuffle_sync_bfly(value, distance))
@@ -265,7 +184,7 @@ def insert_key(arguments, row, layer, inside, lane, converts_fp4: cutlass.Conste
         raw = [ptx.load_global_16bit(key + 2 * i) for i in range(4)]  # any column: 2-byte aligned
         gain = ptx.load_global_f32x4(gain + lane * 16)
         shift = ptx.load_global_f32x4(shift + lane * 16)
-        values = [ptx.widen_bf16(half) for half in raw]
+        values = [arithmetic.widen_bf16(half) for half in raw]
         total = ((values[0] + values[1]) + values[2]) + values[3]
         total = lane_sum(total)
         centred = [value - total * Float32(1 / HEAD_DIM) for value in values]
@@ -273,9 +192,9 @@ def insert_key(arguments, row, layer, inside, lane, converts_fp4: cutlass.Conste
             (centred[0] * centred[0] + centred[1] * centred[1]) + centred[2] * centred[2]
         ) + centred[3] * centred[3]
         total = lane_sum(total)
-        rr = ptx.reciprocal_sqrt(total * Float32(1 / HEAD_DIM) + arguments.key_eps)
+        rr = arithmetic.reciprocal_sqrt(total * Float32(1 / HEAD_DIM) + arguments.key_eps)
         values = [
-            ptx.round_bf16(ptx.multiply(centred[i], rr) * gain[i] + shift[i]) for i in range(4)
+            arithmetic.round_bf16(multiply(centred[i], rr) * gain[i] + shift[i]) for i in range(4)
         ]
         amax = largest(values)
 
@@ -292,7 +211,7 @@ def insert_key(arguments, row, layer, inside, lane, converts_fp4: cutlass.Conste
                 ptx.store_global_u8(scales + Int64(token) * 4 + lane // 8, exponent)
         else:
             scale, inverse = fp8_scale(
-                ptx.max_u32(cute.arch.warp_redux_sync(amax, "max"), Uint32(FP8_KEY_FLOOR))
+                arithmetic.max_u32(cute.arch.warp_redux_sync(amax, "max"), Uint32(FP8_KEY_FLOOR))
             )
             base = base + page * (Int64(arguments.page_size) * 132)
             ptx.store_global_u32(base + Int64(token) * 128 + lane * 4, fp8_word(values, inverse))

@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from . import ptx
+from . import arithmetic, ptx
 from .common import FrontArguments, SharedMemory, chosen_layer, lane_sum, shared_address
 
 HALVES = 2
@@ -54,15 +54,15 @@ class RowNorm:
         total = Float32(0)
         for i in cutlass.range_constexpr(self.pieces):
             for word in x[i]:
-                total = ptx.sum_squares(word, total)
+                total = arithmetic.sum_squares(word, total)
         total = lane_sum(total)
         if lane == 0:
             ptx.store_shared_f32(squares + half * 4, total)
         cute.arch.sync_threads()
         total = ptx.load_shared_f32(squares) + ptx.load_shared_f32(squares + 4)
-        rr = ptx.reciprocal_sqrt(total * Float32(1 / self.k) + arguments.eps)
+        rr = arithmetic.reciprocal_sqrt(total * Float32(1 / self.k) + arguments.eps)
         target = arguments.rows + Int64(row) * (2 * self.k) + first
         for i in cutlass.range_constexpr(self.pieces):
-            words = [ptx.norm_pair(x[i][e], gamma[i][e], rr) for e in range(4)]
+            words = [arithmetic.norm_pair(x[i][e], gamma[i][e], rr) for e in range(4)]
             if present[i] != 0:
                 ptx.store_global_16b(target + 512 * i, words)

@@ -14,18 +14,13 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, Uint64
 from cutlass.cute.nvgpu import cpasync
 
-from . import ptx
+from . import arithmetic, ptx
 from .common import (
     FLAG_MXFP4,
-    FP8_QUERY_FLOOR,
     FrontArguments,
     SharedMemory,
     chosen_layer,
     first_head,
-    fp4_codes,
-    fp4_scale,
-    fp8_scale,
-    fp8_word,
     insert_key,
     lane_max,
     lane_sum,
@@ -34,6 +29,7 @@ from .common import (
     shared_address,
     store_weight,
 )
+from .quantise import FP8_QUERY_FLOOR, fp4_codes, fp4_scale, fp8_scale, fp8_word
 
 CLUSTER = 2
 WARPS = 8
@@ -208,7 +204,7 @@ class SplitK:
             accumulator = self.multiply(accumulator, shared, warp, lane, 0, FIRST_CHUNKS)
             self.store_normalised(shared, x, norms, warp, lane, 1, self.pieces)
             accumulator = self.multiply(accumulator, shared, warp, lane, FIRST_CHUNKS, self.chunks)
-            accumulator = ptx.wgmma_wait(accumulator, 0)
+            accumulator = arithmetic.wgmma_wait(accumulator, 0)
             self.exchange(accumulator, shared, part, own, others, warp, lane)
             self.finish(arguments, shared, raw_weights, own_row, own, head, heads, warp, lane)
 
@@ -332,7 +328,7 @@ class SplitK:
             total = Float32(0)
             for piece in x[p]:
                 for word in piece:
-                    total = ptx.sum_squares(word, total)
+                    total = arithmetic.sum_squares(word, total)
             total = lane_sum(total)
             if (lane < CLUSTER) & (
                 local < count
@@ -340,7 +336,7 @@ class SplitK:
                 slot = squares + ((part * CLUSTER + owner) * half + local) * 4
                 ptx.store_cluster_async(
                     ptx.peer_address(slot, lane),
-                    ptx.bits(total),
+                    arithmetic.bits(total),
                     ptx.peer_address(bar_squares, lane),
                 )
         cute.arch.barrier_arrive(barrier_id=BARRIER_ROWS_LANDED, number_of_threads=THREADS)
@@ -350,7 +346,7 @@ class SplitK:
             local, owner, _, _ = self.local_row(p, part, rows, warp)
             slot = squares + (owner * half + local) * 4
             total = ptx.load_shared_f32(slot) + ptx.load_shared_f32(slot + CLUSTER * half * 4)
-            norms.append(ptx.reciprocal_sqrt(total * Float32(1 / self.k) + arguments.eps))
+            norms.append(arithmetic.reciprocal_sqrt(total * Float32(1 / self.k) + arguments.eps))
         return norms
 
     @cute.jit
@@ -362,7 +358,7 @@ class SplitK:
             gamma = ptx.load_shared_16b(shared["gamma"] + column * 16)
             target = shared["y"] + (column >> 3) * (self.tile * 128)
             for p in cutlass.range_constexpr(self.tile // WARPS):
-                words = [ptx.norm_pair(x[p][i][e], gamma[e], norms[p]) for e in range(4)]
+                words = [arithmetic.norm_pair(x[p][i][e], gamma[e], norms[p]) for e in range(4)]
                 row = WARPS * p + warp
                 address = target + row * 128 + (((column & 7) ^ (row & 7)) << 4)
                 if cutlass.const_expr((i + 1) * 256 <= self.half_k):
@@ -384,14 +380,14 @@ class SplitK:
         for chunk in cutlass.range_constexpr(first, last):
             slot = chunk % self.ring
             ptx.mbarrier_wait(shared["bars"] + 8 * slot, (chunk // self.ring) & 1)
-            accumulator = ptx.wgmma_64xnx64(
+            accumulator = arithmetic.wgmma_64xnx64(
                 accumulator,
-                ptx.swizzled_descriptor(weights + slot * self.slot_bytes),
-                ptx.swizzled_descriptor(self.chunk_of_y(shared, chunk)),
+                arithmetic.swizzled_descriptor(weights + slot * self.slot_bytes),
+                arithmetic.swizzled_descriptor(self.chunk_of_y(shared, chunk)),
                 self.tile,
             )
             if cutlass.const_expr(chunk > 0):
-                accumulator = ptx.wgmma_wait(accumulator, 1)  # the chunk before is done
+                accumulator = arithmetic.wgmma_wait(accumulator, 1)  # the chunk before is done
                 if cutlass.const_expr(chunk == self.reuse_chunk):  # noqa: SIM102
                     # Both CTAs may now write where the sums go in this one: wgmma_wait returned, so
                     # this warp's reads are done.
@@ -462,7 +458,10 @@ class SplitK:
                 theirs = ptx.load_shared_f32x4(received + offset + 16 * lanes * i)
                 ours = ptx.load_shared_f32x4(kept + offset + 16 * lanes * i)
                 total = [theirs[e] + ours[e] for e in range(4)]
-                pairs = [ptx.bf16_pair(total[0], total[1]), ptx.bf16_pair(total[2], total[3])]
+                pairs = [
+                    arithmetic.bf16_pair(total[0], total[1]),
+                    arithmetic.bf16_pair(total[2], total[3]),
+                ]
                 words[p].append(pairs)
                 amax[p].append(largest_of_pairs(pairs))
         if (arguments.flags & FLAG_MXFP4) != 0:
@@ -494,7 +493,7 @@ class SplitK:
                         column = 4 * sub + 4 * lanes * i
                         ptx.store_global_u32(arguments.query + index * 128 + column, word)
                     if sub == 0:
-                        store_weight(arguments, index, raw_weights[p], ptx.float_of(scale))
+                        store_weight(arguments, index, raw_weights[p], arithmetic.float_of(scale))
 
     def finished_row(self, p, warp, lane):
         """The row, of the CTA's own, that this lane finishes in pass `p`."""
@@ -504,14 +503,16 @@ class SplitK:
 
 def largest_of_pairs(pairs):
     """The largest magnitude of four packed bf16, as 16 bits."""
-    both = ptx.max_u16x2(pairs[0] & Uint32(MAGNITUDES), pairs[1] & Uint32(MAGNITUDES))
-    return ptx.max_u32(both & Uint32(0xFFFF), both >> 16)
+    both = arithmetic.max_u16x2(pairs[0] & Uint32(MAGNITUDES), pairs[1] & Uint32(MAGNITUDES))
+    return arithmetic.max_u32(both & Uint32(0xFFFF), both >> 16)
 
 
 def widen_pairs(pairs):
     """The four fp32 values of two packed pairs."""
     return [
-        ptx.float_of(word) for pair in pairs for word in (pair << 16, pair & Uint32(0xFFFF0000))
+        arithmetic.float_of(word)
+        for pair in pairs
+        for word in (pair << 16, pair & Uint32(0xFFFF0000))
     ]
 
 
@@ -519,16 +520,16 @@ def row_max(maxima, lanes):
     """Bits of the amplitude of a row that `lanes` lanes hold, at least the floor."""
     top = maxima[0]
     for other in maxima[1:]:
-        top = ptx.max_u32(top, other)
+        top = arithmetic.max_u32(top, other)
     top = lane_max(top, (1, 2, 4, 8)[: lanes.bit_length() - 1])
-    return ptx.max_u32(top << 16, Uint32(FP8_QUERY_FLOOR))
+    return arithmetic.max_u32(top << 16, Uint32(FP8_QUERY_FLOOR))
 
 
 def fp4_group_scales(maxima):
     """fp4_scale of each of the groups that 8 lanes hold; two groups share a shuffle."""
     scales = []
     for low, high in zip(maxima[::2], maxima[1::2], strict=True):
-        both = lane_max(low | (high << 16), (1, 2, 4), ptx.max_u16x2)
+        both = lane_max(low | (high << 16), (1, 2, 4), arithmetic.max_u16x2)
         scales += [fp4_scale(both << 16), fp4_scale(both & Uint32(0xFFFF0000))]
     return scales
 
@@ -542,15 +543,15 @@ def gathered_codes(codes, lane):
     swap = 0x5410 - odd * (0x5410 - 0x3276)  # low halves, or the high ones in the other order
     halves = []
     for low, high in zip(codes[::2], codes[1::2], strict=True):
-        both = ptx.permute(low, high, 0x5410)
-        halves.append(ptx.permute(both, cute.arch.shuffle_sync_bfly(both, 1), swap))
+        both = arithmetic.permute(low, high, 0x5410)
+        halves.append(arithmetic.permute(both, cute.arch.shuffle_sync_bfly(both, 1), swap))
     if len(halves) == 1:
         return halves
     upper = (lane >> 1) & 1
     own = 0x3210 + upper * 0x4444  # the first word, or the second
     other = 0x7654 - upper * 0x4444
-    theirs = cute.arch.shuffle_sync_bfly(ptx.permute(*halves, other), 2)
-    return [ptx.permute(halves[0], theirs, own), ptx.permute(theirs, halves[1], own)]
+    theirs = cute.arch.shuffle_sync_bfly(arithmetic.permute(*halves, other), 2)
+    return [arithmetic.permute(halves[0], theirs, own), arithmetic.permute(theirs, halves[1], own)]
 
 
 def gathered_exponents(exponents):

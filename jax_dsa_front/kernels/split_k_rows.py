@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Uint64
 from cutlass.cute.nvgpu import cpasync
 
-from . import ptx
+from . import arithmetic, ptx
 from .common import FrontArguments, SharedMemory, chosen_layer, insert_key, shared_address
 from .split_k import CHUNK, CHUNK_BYTES, CLUSTER, SHARED_LIMIT, WARPS, SplitK
 
@@ -133,7 +133,7 @@ class SplitKRows(SplitK):
             ptx.cluster_wait()  # both CTAs' barriers are initialised
             accumulator = [Float32(0)] * (self.tile // 2)
             accumulator = self.multiply(accumulator, shared, warp, lane, 0, self.chunks)
-            accumulator = ptx.wgmma_wait(accumulator, 0)
+            accumulator = arithmetic.wgmma_wait(accumulator, 0)
             self.exchange(accumulator, shared, part, own, others, warp, lane)
             self.finish(arguments, shared, raw_weights, own_row, own, head, heads, warp, lane)
 

@@ -13,25 +13,21 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from . import ptx
+from . import arithmetic, ptx
 from .common import (
     FLAG_MXFP4,
-    FP8_QUERY_FLOOR,
     FrontArguments,
     SharedMemory,
     chosen_layer,
     first_head,
-    fp4_codes,
-    fp4_scale,
-    fp8_scale,
     insert_key,
     lane_sum,
     load_head_weight,
-    magnitude,
     open_barriers,
     shared_address,
     store_weight,
 )
+from .quantise import FP8_QUERY_FLOOR, fp4_codes, fp4_scale, fp8_scale, magnitude
 
 CLUSTER = 4
 ROWS = 32  # of wq_b per CTA
@@ -200,7 +196,7 @@ class SplitN:
         total = Float32(0)
         for step in cutlass.range_constexpr(steps):
             for word in x[step]:
-                total = ptx.sum_squares(word, total)
+                total = arithmetic.sum_squares(word, total)
         total = lane_sum(total, (1, 2))
         if quad == 0:
             ptx.store_shared_f32(squares + (warp * TILE + group) * 4, total)
@@ -209,12 +205,12 @@ class SplitN:
         total = Float32(0)
         for i in cutlass.range_constexpr(WARPS):
             total = total + ptx.load_shared_f32(squares + (i * TILE + group) * 4)
-        rr = ptx.reciprocal_sqrt(total * Float32(1 / self.k) + arguments.eps)
+        rr = arithmetic.reciprocal_sqrt(total * Float32(1 / self.k) + arguments.eps)
         ptx.mbarrier_wait(bars + 8 * BAR_GAMMA, 0)
         y = []
         for step in cutlass.range_constexpr(steps):
             g = ptx.load_shared_16b(gamma + columns + 64 * step)
-            y.append([ptx.norm_pair(x[step][i], g[i], rr) for i in range(4)])
+            y.append([arithmetic.norm_pair(x[step][i], g[i], rr) for i in range(4)])
 
         # Weights and rows use the same order of K inside a step, so a lane's 16 bytes serve as they
         # lie.
@@ -238,7 +234,7 @@ class SplitN:
                 for i in cutlass.range_constexpr(2):
                     a = (u[2 * i], v[2 * i], u[2 * i + 1], v[2 * i + 1])
                     chain = (2 * step + i) % CHAINS
-                    accumulators[chain] = ptx.mma_16x8x16(
+                    accumulators[chain] = arithmetic.mma_16x8x16(
                         accumulators[chain], a, y[step][2 * i : 2 * i + 2]
                     )
             total = accumulators[0]
@@ -267,7 +263,7 @@ class SplitN:
             source = sums + (warp * SUM_PITCH + lane) * 4
             s = [ptx.load_shared_f32(source + i * (TILE * SUM_PITCH * 4)) for i in range(WARPS)]
             total = ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7]))
-            value = ptx.round_bf16(total)
+            value = arithmetic.round_bf16(total)
             peak = cute.arch.warp_redux_sync(magnitude(value), "max")
             index = Int64(row0 + warp) * heads + head
             if (
@@ -292,14 +288,14 @@ class SplitN:
                 ptx.mbarrier_wait(bar_peaks, 0, "cluster")
                 amax = Uint32(FP8_QUERY_FLOOR)
                 for i in cutlass.range_constexpr(CLUSTER):
-                    amax = ptx.max_u32(
-                        amax, ptx.bits(ptx.load_shared_f32(peaks + (i * TILE + warp) * 4))
+                    amax = arithmetic.max_u32(
+                        amax, arithmetic.bits(ptx.load_shared_f32(peaks + (i * TILE + warp) * 4))
                     )
                 scale, inverse = fp8_scale(amax)
-                code = ptx.e4m3_pair(ptx.multiply(value, inverse), Float32(0))
+                code = arithmetic.e4m3_pair(arithmetic.multiply(value, inverse), Float32(0))
                 ptx.store_global_u8(arguments.query + index * 128 + part * ROWS + lane, code)
                 if (part == 0) & (lane == 0):
-                    store_weight(arguments, index, raw_weight, ptx.float_of(scale))
+                    store_weight(arguments, index, raw_weight, arithmetic.float_of(scale))
         elif (arguments.flags & FLAG_MXFP4) == 0:
             # A CTA may only end when nothing more will be stored in it.
             ptx.mbarrier_wait(bar_peaks, 0, "cluster")
