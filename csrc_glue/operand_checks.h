@@ -44,7 +44,8 @@ class Checker {
   }
   void ResultAligned(const char* name, const void* address, uintptr_t bytes) {
     if (IsAligned(address, bytes)) return;
-    Fail(std::string(name) + " must be aligned to " + std::to_string(bytes) + " bytes, as XLA's buffers are: please report this");
+    Fail(std::string(name) + " must be aligned to " + std::to_string(bytes) +
+         " bytes, as XLA's buffers are: please report this");
   }
   void Require(bool holds, const char* rule) {
     if (!holds) Fail(rule);

@@ -17,7 +17,7 @@ PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "cuda-bin
 
 ENVIRONMENT = (
     *("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "XLA_FLAGS", "XLA_CLIENT_MEM_FRACTION"),
-    # As JAX also calls them
+    # Two have no other name; the third is the older one of the fraction
     *(f"XLA_PYTHON_CLIENT_{name}" for name in ("PREALLOCATE", "MEM_FRACTION", "ALLOCATOR")),
 )
 
@@ -140,10 +140,11 @@ def _no_device() -> str | None:
         jax.local_devices()
     except Exception as error:  # JAX's own: RuntimeError, or a bare AssertionError
         reason = f"{type(error).__name__}: {error}".rstrip(": ").splitlines()[0]
-        platforms = os.environ.get("JAX_PLATFORMS", "unset")
+        platforms = os.environ.get("JAX_PLATFORMS")
+        chosen = f"leave JAX_PLATFORMS={platforms} out, or " if platforms else ""
         return (
-            f"JAX has no device, with JAX_PLATFORMS={platforms} ({reason}): leave it out, or "
-            "install the plugin, as the extras cuda12 and cuda13 do"
+            f"JAX has no device ({reason}): {chosen}install its plugin and driver (for NVIDIA GPUs "
+            "the extra cuda13 or cuda12)"
         )
     return None
 

@@ -63,18 +63,20 @@ def choose_on_cuda(config: FrontConfig, operands: Sequence[Any]) -> Explanation:
     rows, latent = operands[WQ_B].shape[-2:]
     local = tuple(sorted(set(_runtime.local_cuda_architectures())))
     known = batch if isinstance(batch, int) else 1
-    obstacle = _obstacle(latent, pitch, rows // HEAD_DIM, known, local)
+    obstacle = _misfit(latent, pitch, rows // HEAD_DIM, known, local)
+    if obstacle is None:
+        if known == 0:
+            return Explanation("jnp", "there is nothing to compute at B = 0")
+        archs = local or _variants.ARCHITECTURES
+        slow = [arch for arch in archs if _variants.jnp_is_faster(arch, known)]
+        if config.implementation is None and (slow if local else slow == [*archs]):
+            reason = f"on {', '.join(slow)} the kernel is not known to be faster at B = {batch}"
+            return Explanation("jnp", reason)
+        obstacle = _runtime.missing(latent) if local else None
     if obstacle is not None:
         if config.implementation == "cuda":
             raise NotImplementedError(f'implementation="cuda" cannot run: {obstacle}')
         return Explanation("jnp", obstacle)
-    if known == 0:
-        return Explanation("jnp", "there is nothing to compute at B = 0")
-    archs = local or _variants.ARCHITECTURES
-    slow = [arch for arch in archs if _variants.jnp_is_faster(arch, known)]
-    if config.implementation is None and (slow if local else slow == [*archs]):
-        reason = f"on {', '.join(slow)} the kernel is not known to be faster at B = {batch}"
-        return Explanation("jnp", reason)
     where = f"on {', '.join(local)}" if local else "on the device that the program is lowered for"
     return Explanation("cuda", f"a shipped kernel takes K = {latent} and P = {pitch} {where}")
 
@@ -92,16 +94,12 @@ def choose_elsewhere(config: FrontConfig, platform: str) -> Explanation:
     return Explanation("jnp", f"on {platform} it is the only one ({reason})")
 
 
-def _obstacle(
-    latent: int, pitch: int, heads: int, batch: int, local: tuple[str, ...]
-) -> str | None:
-    """Why some local device cannot run the kernel; without one, why no architecture could."""
+def _misfit(latent: int, pitch: int, heads: int, batch: int, local: tuple[str, ...]) -> str | None:
+    """Why the shapes suit some local device not; without one, why they suit no architecture."""
     archs = local or _variants.ARCHITECTURES
     reasons = [_variants.unsupported(latent, pitch, arch, heads, batch) for arch in archs]
-    if not local:
-        return reasons[0] if all(reasons) else None
-    misfit = next((reason for reason in reasons if reason is not None), None)
-    return misfit or _runtime.missing(latent)
+    misfits = [reason for reason in reasons if reason is not None]
+    return misfits[0] if misfits and (local or len(misfits) == len(archs)) else None
 
 
 def export_safety_checks() -> list[jax.export.DisabledSafetyCheck]:

@@ -75,6 +75,8 @@ def register(load: Any) -> None:
     _mark.registered = True  # type: ignore[attr-defined]
     if not LIBRARY.exists():
         _registration_error = NOT_BUILT.format("handler library is")
+        if _variants.MANIFEST.exists():  # it was
+            _warn(_registration_error)
         return
     try:
         handler = _opened(LIBRARY)
@@ -113,7 +115,7 @@ def register(load: Any) -> None:
 
 def _warn(reason: str) -> None:
     """At the import: a program that was lowered elsewhere would end in a message of XLA's."""
-    warnings.warn(f"jax_dsa_front has no kernels in this process: {reason}", stacklevel=2)
+    warnings.warn(f"jax_dsa_front has no kernels in this process: {reason}", stacklevel=4)
 
 
 def _opened(path: Path) -> ctypes.CDLL:
@@ -260,6 +262,9 @@ def check(driver: ModuleType, result: tuple[Any, ...]) -> Any:
     if status != driver.CUresult.CUDA_SUCCESS:
         way_out = ""
         if status.name == "CUDA_ERROR_OUT_OF_MEMORY":
-            way_out = ": leave it memory, with a lower XLA_CLIENT_MEM_FRACTION"
+            way_out = (
+                ": leave it memory, with a lower XLA_CLIENT_MEM_FRACTION "
+                "(or XLA_PYTHON_CLIENT_MEM_FRACTION, where that is set)"
+            )
         raise KernelUnavailableError(f"the driver answered {status.name}{way_out}")
     return values[0] if len(values) == 1 else values or None

@@ -133,6 +133,10 @@ def test_supported_gpu(monkeypatch):
     with pytest.warns(UserWarning, match="runs without its kernel: cuda-python is missing"):
         assert not kernel_in(case)
     assert not kernel_in(case, "jnp") and "cuda-python is missing" in explain(case).reason
+    assert not kernel_in(cases.Case("empty", **KIMI | dict(batch=0)))  # silent: it has lost nothing
+    with monkeypatch.context() as slower:
+        slower.setattr(_variants, "jnp_is_faster", lambda *_: True)
+        assert not kernel_in(case) and "faster" in explain(case).reason
     with pytest.raises(NotImplementedError, match="cuda-python is missing"):
         kernel_in(case, "cuda")
 

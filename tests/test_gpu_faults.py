@@ -41,9 +41,9 @@ DAMAGED = (
     + """
 print(failing())
 with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
+    warnings.filterwarnings("always", "index_front")
     assert call(None) == call("jnp")
-print(*(warning.message for warning in caught))
+print(*(w.message for w in caught if "index_front" in str(w.message)))
 missing, _runtime.missing = _runtime.missing, lambda *_: None  # as in a program lowered elsewhere
 print(failing())
 donated = jnp.copy(args[2])
