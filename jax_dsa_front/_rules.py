@@ -63,14 +63,15 @@ def positive_float(name: str, value: Any) -> float:
         raise TypeError(
             f"{name} must be a Python float, known while tracing, got {type(value).__name__}"
         )
+    got = value
     try:
         with np.errstate(over="ignore", under="ignore"):
             rounded = np.float32(value)
     except OverflowError:  # of an int that no float can hold
-        rounded = np.float32(np.inf)
+        rounded, got = np.float32(np.inf), f"an int of {int(value).bit_length()} bits"
     # XLA on CPU takes subnormal numbers as zero, and a zero row then has no finite norm
     if not np.finfo(np.float32).tiny <= rounded < np.inf:
-        raise ValueError(f"{name} must be positive, finite and normal in float32, got {value}")
+        raise ValueError(f"{name} must be positive, finite and normal in float32, got {got}")
     return float(value)
 
 
