@@ -47,13 +47,14 @@ class Explanation:
         return f"{self.implementation}: {self.reason}"
 
 
-def choose_on_cuda(config: FrontConfig, operands: Sequence[Any]) -> Explanation:
+def choose_on_cuda(config: FrontConfig, operands: Sequence[Any], warn: bool = False) -> Explanation:
     """The implementation that a program lowered for CUDA takes for operands of these shapes.
 
     The CUDA lowering and `explain` both ask here. The lowering does not know its device: the kernel
     is taken if it can run on every local CUDA device, and is the faster one on each. Without such a
     device the program is meant for another machine; then it is taken if that holds for some
-    architecture. `operands` are anything with a shape; a symbolic batch takes the kernel.
+    architecture. `operands` are anything with a shape; a symbolic batch takes the kernel. `warn`:
+    where the kernel would have been taken, but the machine lacks what it needs.
 
     Raises NotImplementedError if `implementation="cuda"` cannot be had.
     """
@@ -73,6 +74,8 @@ def choose_on_cuda(config: FrontConfig, operands: Sequence[Any]) -> Explanation:
             reason = f"on {', '.join(slow)} the kernel is not known to be faster at B = {batch}"
             return Explanation("jnp", reason)
         obstacle = _runtime.missing(latent) if local else None
+        if warn and obstacle is not None and config.implementation is None:
+            warnings.warn(f"index_front runs without its kernel: {obstacle}", stacklevel=3)
     if obstacle is not None:
         if config.implementation == "cuda":
             raise NotImplementedError(f'implementation="cuda" cannot run: {obstacle}')
@@ -146,11 +149,7 @@ def _default_lowering(ctx: mlir.LoweringRuleContext, *operands: Any, config: Fro
 
 def _cuda_lowering(ctx: mlir.LoweringRuleContext, *operands: Any, config: FrontConfig) -> Any:
     avals: Sequence[Any] = ctx.avals_in
-    choice = choose_on_cuda(config, avals)
-    if choice.implementation == "jnp":
-        free = config.implementation is None and _runtime.local_cuda_architectures()
-        if free and choice.reason == _runtime.missing(avals[WQ_B].shape[-1]):
-            warnings.warn(f"index_front runs without its kernel: {choice.reason}", stacklevel=2)
+    if choose_on_cuda(config, avals, warn=True).implementation == "jnp":
         return _lower_jnp_form(ctx, operands, config, cuda=True)
     traced = config.has_layer_operand + 2 * config.has_head_start_operand
     rule = jax.ffi.ffi_lowering(TARGET, operand_output_aliases={CACHE: CACHE_RESULT})

@@ -1,7 +1,7 @@
 """Rules for single arguments, with their messages: argument, rule, what was expected, what came."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,15 @@ def choice(name: str, value: Any, known: Iterable[str], otherwise: str = "") -> 
 
 
 def array(name: str, value: Any, abstract: bool = False) -> None:
-    if not (isinstance(value, CONCRETE) or (abstract and isinstance(value, jax.ShapeDtypeStruct))):
+    if not _is_array(value, abstract):
         got = type(value).__name__
         if isinstance(value, jax.Ref):
             got = "a reference: pass what it holds, ref[...]"
         raise TypeError(f"{name} must be a JAX or NumPy array, got {got}")
+
+
+def _is_array(value: Any, abstract: bool) -> TypeGuard[Any]:
+    return isinstance(value, (*CONCRETE, jax.ShapeDtypeStruct) if abstract else CONCRETE)
 
 
 def dtype(name: str, value: Any, *allowed: str) -> None:
@@ -81,7 +85,7 @@ def index(
     """An int in [0, size) as it is, or an integer scalar array as an int32 operand."""
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         return integer(name, value, 0, size - 1, meaning), None
-    if not (isinstance(value, CONCRETE) or (abstract and isinstance(value, jax.ShapeDtypeStruct))):
+    if not _is_array(value, abstract):
         raise TypeError(f"{name} must be an int or an integer scalar, got {type(value).__name__}")
     if not jnp.issubdtype(value.dtype, np.integer):
         raise TypeError(f"{name} must have an integer dtype, got {value.dtype.name}")

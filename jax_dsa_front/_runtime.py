@@ -74,26 +74,20 @@ def register(load: Any) -> None:
     global library, _registration_error
     _mark.registered = True  # type: ignore[attr-defined]
     if not LIBRARY.exists():
-        _registration_error = NOT_BUILT.format("handler library is")
-        if _variants.MANIFEST.exists():  # it was
-            _warn(_registration_error)
+        _give_up(NOT_BUILT.format("handler library is"), silently=not _variants.MANIFEST.exists())
         return
     try:
         handler = _opened(LIBRARY)
     except OSError as error:
-        _registration_error = (
-            f"the handler library cannot be loaded ({error}); reinstall jax_dsa_front"
-        )
-        _warn(_registration_error)
+        _give_up(f"the handler library cannot be loaded ({error}); reinstall jax_dsa_front")
         return
     built, accepted = handler.JaxDsaFrontFfiMinor(), _accepted_ffi_minor()
     if accepted is not None and built > accepted:
         # XLA would refuse it silently on CUDA: "No FFI handler registered" at the first compilation
-        _registration_error = (
+        _give_up(
             f"the handler speaks XLA FFI 0.{built}, the installed jaxlib only 0.{accepted}; "
             "install a newer jaxlib, or build jax_dsa_front against this one"
         )
-        _warn(_registration_error)
         return
     handler.JaxDsaFrontSetLoader.argtypes = [ctypes.c_void_p]
     handler.JaxDsaFrontPublish.argtypes = [
@@ -113,9 +107,13 @@ def register(load: Any) -> None:
     library, _registration_error = handler, None
 
 
-def _warn(reason: str) -> None:
-    """At the import: a program that was lowered elsewhere would end in a message of XLA's."""
-    warnings.warn(f"jax_dsa_front has no kernels in this process: {reason}", stacklevel=4)
+def _give_up(reason: str, silently: bool = False) -> None:
+    """Remembers why nothing is registered; in a source tree silently. Else with a warning at the
+    import: a program that was lowered elsewhere would end in a message of XLA's."""
+    global _registration_error
+    _registration_error = reason
+    if not silently:
+        warnings.warn(f"jax_dsa_front has no kernels in this process: {reason}", stacklevel=4)
 
 
 def _opened(path: Path) -> ctypes.CDLL:
@@ -166,12 +164,9 @@ def missing(k: int | None = None) -> str | None:
     try:
         manifest_entries()
         bindings()
-    except KernelUnavailableError as error:
-        return str(error)
-    architectures = local_cuda_architectures()
-    if not architectures:
-        return "JAX sees no CUDA device in this process"
-    try:
+        architectures = local_cuda_architectures()
+        if not architectures:
+            return "JAX sees no CUDA device in this process"
         _look_at_cubins(architectures, k)
     except KernelUnavailableError as error:
         return str(error)
