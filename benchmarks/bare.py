@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_dsa_front import _runtime
+from jax_dsa_front._runtime import library
 
 LAUNCHES, REPLAYS = 128, 15
 
@@ -74,7 +74,7 @@ def launch_front(k, params, heads, wq_b_rows, stream):
     """The handler's own choice of kernels and launches, on device 0; `wq_b_rows` over all
     layers."""
     message = ctypes.create_string_buffer(1024)
-    failed = _runtime.library.JaxDsaFrontLaunch(
+    failed = library.handler.JaxDsaFrontIndexFrontLaunch(
         0,
         k,
         ctypes.byref(params),

@@ -10,8 +10,8 @@ from cutlass import Constexpr, Int32
 from cutlass.jax import cutlass_call
 
 from jax_dsa_front import IndexFront
-from jax_dsa_front.kernels.common import front_arguments
-from jax_dsa_front.kernels.split_n import CLUSTER, THREADS, TILE, SplitN
+from jax_dsa_front.kernels.front.arguments import front_arguments
+from jax_dsa_front.kernels.front.split_n import CLUSTER, THREADS, TILE, SplitN
 
 # The name of the shipped kernel: under another one ptxas makes other machine code of the same PTX.
 NAME = "index_front_sm_90a_k1536_split_n_b8"

@@ -19,7 +19,7 @@ import numpy as np
 import jax_dsa_front as dsa
 
 HEADS, K, LAYERS = 32, 1536, 24
-OFFSETS = {"key_offset": K, "weight_offset": K + 128, "eps": 1e-6, "key_eps": 1e-6}
+STATIC = dict(key_offset=K, weight_offset=K + 128, eps=1e-6, key_eps=1e-6, cache_format="fp8")
 
 
 def wall_us(step, state, inner, repeats=15, calls=20):
@@ -85,7 +85,7 @@ def chain(weights, batch, index_front):
     def run(weights, projected, cache):
         queries = []
         for matrix in weights:
-            front = index_front(projected, q_norm, matrix, ones, zeros, cache, slots, **OFFSETS)
+            front = index_front(projected, q_norm, matrix, ones, zeros, cache, slots, **STATIC)
             cache = front.cache
             projected = projected + front.weights[:, :1] * jnp.bfloat16(0)
             queries.append(front.query)
@@ -108,7 +108,7 @@ def scan(stack, batch, index_front, unroll, consumed, sliced=()):
             rows, cache = carry
             layer, own = step
             call = weights | own | dict(cache=cache, slots=slots, layer=layer)
-            front = index_front(rows, **call, **OFFSETS)
+            front = index_front(rows, **call, **STATIC)
             if not consumed:
                 return (rows, front.cache), (front.query, front.weights)
             query = front.query.astype(jnp.bfloat16)
@@ -130,7 +130,7 @@ def dispatch_us(weights, batch, index_front, calls=1000):
     ones, zeros = jnp.ones(128), jnp.zeros(128)
     call = jax.jit(
         lambda cache: index_front(
-            projected, q_norm, weights[0], ones, zeros, cache, slots, **OFFSETS
+            projected, q_norm, weights[0], ones, zeros, cache, slots, **STATIC
         ),
         donate_argnums=0,
     )

@@ -36,7 +36,7 @@ ANYWHERE = WAYS | {"kernel": None}  # "cuda" is a command that other platforms r
 UNTIMED = ("graph", "cpu", "export")
 TIMED = dict.fromkeys(("import", "first"), 3) | dict.fromkeys(("load", "lower", "steady"), 1)
 BATCH, HEADS, K = 8, 32, 1536
-OFFSETS = {"key_offset": K, "weight_offset": K + 128, "eps": 1e-6, "key_eps": 1e-6}
+STATIC = dict(key_offset=K, weight_offset=K + 128, eps=1e-6, key_eps=1e-6, cache_format="fp8")
 
 
 def attempt(function, *arguments):
@@ -80,7 +80,7 @@ def program(front, sites=1):
         for _ in range(sites):
             if result is not None:
                 projected, cache = projected + result.weights[:, :1] * 0, result.cache
-            result = front(projected, q_norm, wq_b, gain, bias, cache, slots, **OFFSETS)
+            result = front(projected, q_norm, wq_b, gain, bias, cache, slots, **STATIC)
         return result.query, result.weights, result.cache
 
     return jax.jit(step, donate_argnums=5)

@@ -8,44 +8,15 @@
 #include "front_params.h"
 #include "kernel_table.h"
 #include "operand_checks.h"
+#include "stacks.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_dsa_front {
 namespace {
 
+constexpr char kCall[] = "jax_dsa_front.index_front";
 constexpr int64_t kHeadDim = 128;
 enum CacheFormat : int32_t { kFormatFp8 = 0, kFormatMxfp8 = 1, kFormatMxfp4 = 2 };
-
-// A [layers, ...] operand when it has one dimension more than a single layer's.
-struct Stack {
-  int64_t layers = 0;  // 0: not stacked
-  int64_t stride = 0;  // bytes from one layer to the next, or 0
-};
-
-class Stacks {
- public:
-  // The operand's stack, checked to have as many layers as the others.
-  Stack Of(const char* name, const ffi::AnyBuffer& buffer, size_t rank_of_layer, Checker& check) {
-    const auto dims = buffer.dimensions();
-    if (dims.size() != rank_of_layer + 1) return {};
-    const int64_t layers = dims[0];
-    check.Require(layers > 0 && (layers_ == 0 || layers_ == layers), name,
-                  "must have as many layers as the other stacked operands");
-    layers_ = layers;
-    return {layers, layers > 0 ? int64_t(buffer.size_bytes()) / layers : 0};
-  }
-  int64_t layers() const { return layers_; }
-
- private:
-  int64_t layers_ = 0;
-};
-
-// The extents of one layer.
-Extents Tail(const ffi::AnyBuffer& buffer, const Stack& stack) {
-  const Extents dims = buffer.dimensions();
-  const size_t lead = stack.layers ? 1 : 0;
-  return Extents(dims.begin() + lead, dims.size() - lead);
-}
 
 const void* Offset(const void* address, int64_t bytes) { return static_cast<const char*>(address) + bytes; }
 
@@ -59,9 +30,9 @@ ffi::Error Initialize(int32_t device, ffi::AnyBuffer projected, ffi::AnyBuffer, 
   const auto dims = projected.dimensions();
   if (dims.size() && dims[0] == 0) return ffi::Error::Success();
   const int64_t k = QueryLatentWidth(wq_b);
-  if (FindKernels(device, k) != nullptr) return ffi::Error::Success();
+  if (FindKernels(device, kIndexFront, k) != nullptr) return ffi::Error::Success();
   std::string error;
-  if (LoadKernels(device, k, &error) != nullptr) return ffi::Error::Success();
+  if (LoadKernels(device, kIndexFront, k, &error) != nullptr) return ffi::Error::Success();
   return ffi::Error(ffi::ErrorCode::kFailedPrecondition, error);
 }
 
@@ -73,7 +44,7 @@ ffi::Error Execute(CUstream stream, int32_t device, ffi::AnyBuffer projected, ff
                    int32_t weight_offset, float eps, float key_eps, int32_t cache_format, float weight_scale,
                    int32_t num_heads, int32_t head_start, int32_t layer, int32_t traced_mask) {
   const bool mxfp4 = cache_format == kFormatMxfp4;
-  Checker check;
+  Checker check(kCall);
   check.Require(cache_format >= kFormatFp8 && cache_format <= kFormatMxfp4, "unknown cache_format");
   check.Require(projected.dimensions().size() == 2 && key.dimensions().size() == 2 &&
                     head_weights.dimensions().size() == 2 && slots.dimensions().size() == 1,
@@ -203,11 +174,11 @@ ffi::Error Execute(CUstream stream, int32_t device, ffi::AnyBuffer projected, ff
   params.key_eps = key_eps;
   params.weight_scale = weight_scale;
 
-  const KernelSet* set = FindKernels(device, k);
-  if (set == nullptr) return ffi::Error::Internal("jax_dsa_front.index_front: executed before it was initialised");
+  const KernelSet* set = FindKernels(device, kIndexFront, k);
+  if (set == nullptr) return ffi::Error::Internal(std::string(kCall) + ": executed before it was initialised");
   const int64_t rows_left = (wq_b_stack.layers ? wq_b_stack.layers - layer : 1) * wq_b_dims[0];
   const std::string failure = LaunchFront(*set, params, heads, rows_left, stream);
-  return failure.empty() ? ffi::Error::Success() : ffi::Error::Internal("jax_dsa_front.index_front: " + failure);
+  return failure.empty() ? ffi::Error::Success() : ffi::Error::Internal(std::string(kCall) + ": " + failure);
 }
 
 }  // namespace
@@ -219,10 +190,10 @@ ffi::Error Execute(CUstream stream, int32_t device, ffi::AnyBuffer projected, ff
 JAX_DSA_FRONT_EXPORT int32_t JaxDsaFrontFfiMinor() { return XLA_FFI_API_MINOR; }
 
 // With hidden visibility the macros below would drop their symbols.
-JAX_DSA_FRONT_EXPORT XLA_FFI_Error* JaxDsaFrontInitialize(XLA_FFI_CallFrame*);
-JAX_DSA_FRONT_EXPORT XLA_FFI_Error* JaxDsaFrontExecute(XLA_FFI_CallFrame*);
+JAX_DSA_FRONT_EXPORT XLA_FFI_Error* JaxDsaFrontIndexFrontInitialize(XLA_FFI_CallFrame*);
+JAX_DSA_FRONT_EXPORT XLA_FFI_Error* JaxDsaFrontIndexFrontExecute(XLA_FFI_CallFrame*);
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxDsaFrontInitialize, jax_dsa_front::Initialize,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxDsaFrontIndexFrontInitialize, jax_dsa_front::Initialize,
                               xla::ffi::Ffi::BindInitialize()
                                   .Ctx<xla::ffi::DeviceOrdinal>()
                                   .Arg<xla::ffi::AnyBuffer>()  // projected
@@ -232,7 +203,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxDsaFrontInitialize, jax_dsa_front::Initialize,
                                   .RemainingRets()
                                   .Attrs());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxDsaFrontExecute, jax_dsa_front::Execute,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxDsaFrontIndexFrontExecute, jax_dsa_front::Execute,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::PlatformStream<CUstream>>()
                                   .Ctx<xla::ffi::DeviceOrdinal>()

@@ -1,17 +1,12 @@
 #include "front_launch.h"
 
-#include <cstring>
 #include <initializer_list>
 #include <vector>
 
+#include "launch.h"
+
 namespace jax_dsa_front {
 namespace {
-
-std::string DriverError(const Driver& driver, CUresult status, const char* call) {
-  const char* name = nullptr;
-  driver.error_name(status, &name);
-  return std::string(call) + " failed: " + (name != nullptr ? name : std::to_string(status));
-}
 
 int64_t Tiles(const Kernel& kernel, int32_t batch) { return (int64_t{batch} + kernel.tile - 1) / kernel.tile; }
 
@@ -64,13 +59,9 @@ CUresult EncodeRows(const Driver& driver, const FrontParams& params, int32_t k, 
                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
-struct Grid {
-  unsigned x, y, z;
-};
-
 // `maps` come before the members of `p` in the kernel's parameter list.
-CUresult Launch(const Driver& driver, const Kernel& kernel, Grid grid, std::initializer_list<CUtensorMap*> maps,
-                FrontParams& p, CUstream stream, bool overlap_previous) {
+CUresult Launch(const Kernel& kernel, Grid grid, std::initializer_list<CUtensorMap*> maps, FrontParams& p,
+                CUstream stream, bool overlap_previous) {
   const std::initializer_list<void*> members = {
       &p.projected, &p.q_norm, &p.wq_b, &p.layer, &p.projected_pitch, &p.batch, &p.num_layers, &p.flags,
       &p.q_norm_layer_stride, &p.wq_b_layer_rows, &p.eps, &p.key_eps, &p.weight_scale, &p.head_weights_pitch,
@@ -81,33 +72,7 @@ CUresult Launch(const Driver& driver, const Kernel& kernel, Grid grid, std::init
   arguments.reserve(maps.size() + members.size());
   arguments.insert(arguments.end(), maps.begin(), maps.end());
   arguments.insert(arguments.end(), members.begin(), members.end());
-  CUlaunchAttribute attributes[2] = {};
-  unsigned count = 0;
-  if (kernel.cluster > 1) {
-    CUlaunchAttribute& attribute = attributes[count++];
-    attribute.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-    attribute.value.clusterDim.x = kernel.cluster;
-    attribute.value.clusterDim.y = 1;
-    attribute.value.clusterDim.z = 1;
-  }
-  if (overlap_previous) {
-    CUlaunchAttribute& attribute = attributes[count++];
-    attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-    attribute.value.programmaticStreamSerializationAllowed = 1;
-  }
-  CUlaunchConfig config{};
-  config.gridDimX = grid.x;
-  config.gridDimY = grid.y;
-  config.gridDimZ = grid.z;
-  config.blockDimX = kernel.threads;
-  config.blockDimY = 1;
-  config.blockDimZ = 1;
-  config.sharedMemBytes = kernel.shared_bytes;
-  config.hStream = stream;
-  config.attrs = attributes;
-  config.numAttrs = count;
-  // A CUkernel stands for the function in the stream's own context.
-  return driver.launch(&config, reinterpret_cast<CUfunction>(kernel.handle), arguments.data(), nullptr);
+  return LaunchKernel(kernel, grid, arguments.data(), stream, overlap_previous);
 }
 
 }  // namespace
@@ -123,41 +88,37 @@ std::string LaunchFront(const KernelSet& set, FrontParams& params, int32_t heads
   const unsigned c = kernel.cluster, h = heads, t = tiles;
   CUresult status;
   if (kernel.schedule == kSplitN) {
-    status = Launch(driver, kernel, {c, h, t}, {}, params, stream, false);
-    return status == CUDA_SUCCESS ? "" : DriverError(driver, status, "cuLaunchKernelEx");
+    status = Launch(kernel, {c, h, t}, {}, params, stream, false);
+    return status == CUDA_SUCCESS ? "" : DriverError(status, "cuLaunchKernelEx");
   }
   CUtensorMap weights_map, rows_map;
-  status = EncodeWeights(driver, params, set.k, wq_b_rows, &weights_map);
+  status = EncodeWeights(driver, params, set.key, wq_b_rows, &weights_map);
   if (status == CUDA_SUCCESS && kernel.schedule == kSplitKRows) {
-    status = EncodeRows(driver, params, set.k, kernel.tile, &rows_map);
+    status = EncodeRows(driver, params, set.key, kernel.tile, &rows_map);
   }
-  if (status != CUDA_SUCCESS) return DriverError(driver, status, "cuTensorMapEncodeTiled");
+  if (status != CUDA_SUCCESS) return DriverError(status, "cuTensorMapEncodeTiled");
   if (kernel.schedule == kSplitK) {
-    status = Launch(driver, kernel, {c, t, h}, {&weights_map}, params, stream, false);
+    status = Launch(kernel, {c, t, h}, {&weights_map}, params, stream, false);
   } else {
     // The first launch waits for everything before it; the second may begin while the first runs, and nothing else can.
     const unsigned rows = params.batch;
-    status = Launch(driver, *FindRowNorm(set), {rows, 1, 1}, {}, params, stream, false);
+    status = Launch(*FindRowNorm(set), {rows, 1, 1}, {}, params, stream, false);
     if (status == CUDA_SUCCESS) {
-      status = Launch(driver, kernel, {c, t, h}, {&weights_map, &rows_map}, params, stream, true);
+      status = Launch(kernel, {c, t, h}, {&weights_map, &rows_map}, params, stream, true);
     }
   }
-  return status == CUDA_SUCCESS ? "" : DriverError(driver, status, "cuLaunchKernelEx");
+  return status == CUDA_SUCCESS ? "" : DriverError(status, "cuLaunchKernelEx");
 }
 
 }  // namespace jax_dsa_front
 
-// The bare launch, for benchmarks/ and tests/sanitize.py: the same choice of kernel and tensor map as inside XLA, on a stream of the caller's.
-extern "C" __attribute__((visibility("default"))) int32_t JaxDsaFrontLaunch(int32_t device, int32_t k,
-                                                                            jax_dsa_front::FrontParams* params,
-                                                                            int32_t heads, int64_t wq_b_rows,
-                                                                            CUstream stream, char* message,
-                                                                            int32_t message_bytes) {
-  std::string error;
-  const jax_dsa_front::KernelSet* set = jax_dsa_front::FindKernels(device, k);
-  if (set == nullptr) set = jax_dsa_front::LoadKernels(device, k, &error);
-  if (set != nullptr) error = jax_dsa_front::LaunchFront(*set, *params, heads, wq_b_rows, stream);
-  std::strncpy(message, error.c_str(), message_bytes - 1);
-  message[message_bytes - 1] = 0;
-  return error.empty() ? 0 : 1;
+// The bare launch, for benchmarks/ and tests/sanitize.py: the same choice of kernel and tensor map as inside XLA, on a
+// stream of the caller's.
+extern "C" __attribute__((visibility("default"))) int32_t JaxDsaFrontIndexFrontLaunch(
+    int32_t device, int32_t k, jax_dsa_front::FrontParams* params, int32_t heads, int64_t wq_b_rows, CUstream stream,
+    char* message, int32_t message_bytes) {
+  using namespace jax_dsa_front;
+  return BareLaunch(device, kIndexFront, k, message, message_bytes, [&](const KernelSet& set) {
+    return LaunchFront(set, *params, heads, wq_b_rows, stream);
+  });
 }

@@ -1,4 +1,5 @@
-// The process-wide table of loaded kernels.  Python (jax_dsa_front/_loader.py) loads and publishes, handlers look up.
+// The process-wide table of loaded kernels, by operator and key.  Python (jax_dsa_front/_runtime/loader.py) loads and
+// publishes, handlers look up.
 #ifndef JAX_DSA_FRONT_KERNEL_TABLE_H_
 #define JAX_DSA_FRONT_KERNEL_TABLE_H_
 
@@ -9,18 +10,24 @@
 
 namespace jax_dsa_front {
 
-// How a kernel is launched; mirrored by `SCHEDULES` in _loader.py. See kernels/ for what they do.
-enum Schedule : int32_t {
+// Mirrored by `OPERATORS` in jax_dsa_front/_runtime/variants.py.
+enum Operator : int32_t {
+  kIndexFront = 0,  // key: K, the width of the query latent
+  kOperators = 1,   // how many there are
+};
+
+// How a kernel of the front is launched; mirrored by `SCHEDULES` in loader.py. See kernels/front/ for what they do.
+enum FrontSchedule : int32_t {
   kSplitN = 0,      // grid (cluster, heads, tiles)
   kSplitK = 1,      // grid (cluster, tiles, heads), a tensor map of wq_b first
   kSplitKRows = 2,  // the same with a second tensor map of the rows, behind a launch of kRowNorm
   kRowNorm = 3,     // grid (batch); never on its own
 };
 
-// Mirrored by `_Kernel` in _loader.py.
+// Mirrored by `_Kernel` in loader.py.
 struct Kernel {
   CUkernel handle;
-  int32_t schedule;
+  int32_t schedule;           // of its operator
   int32_t tile;               // batch rows per cluster
   int32_t max_batch;          // not used above it; 0: no limit
   int32_t threads;
@@ -29,10 +36,10 @@ struct Kernel {
   int32_t clusters_per_wave;  // how many clusters the device holds at once
 };
 
-// The kernels of one device and one K, in order of preference, a kRowNorm behind those that need it; immutable once
+// An operator's kernels of one key on one device, in the order of jax_dsa_front/_runtime/variants.py; immutable once
 // published, never freed.
 struct KernelSet {
-  int32_t k;
+  int64_t key;
   int32_t count;
   const Kernel* kernels;
   const KernelSet* next;
@@ -44,11 +51,11 @@ struct Driver {
   decltype(&cuGetErrorName) error_name;
 };
 
-// Null until published; one atomic load where the first K of the device is asked for.
-const KernelSet* FindKernels(int32_t device, int32_t k);
+// Null until published; one atomic load where the operator's first key on the device is asked for.
+const KernelSet* FindKernels(int32_t device, Operator which, int64_t key);
 
 // Like FindKernels, but asks Python to load them; fills `error` with a sentence where that fails.
-const KernelSet* LoadKernels(int32_t device, int32_t k, std::string* error);
+const KernelSet* LoadKernels(int32_t device, Operator which, int64_t key, std::string* error);
 
 // Valid once any kernel has been published.
 const Driver& LoadedDriver();

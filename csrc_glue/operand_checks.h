@@ -28,6 +28,8 @@ inline std::string Listed(const int64_t* extents, size_t count) {
 // check, they took 5 us of each call.
 class Checker {
  public:
+  // `call` starts every message.
+  explicit Checker(const char* call) : call_(call) {}
   template <typename Buffer>
   void Shape(const char* name, const Buffer& buffer, ffi::DataType dtype, std::initializer_list<int64_t> expected) {
     const Extents dims = buffer.dimensions();
@@ -61,9 +63,10 @@ class Checker {
     return reinterpret_cast<uintptr_t>(address) % bytes == 0;
   }
   void Fail(const std::string& rule) {
-    if (ok()) error_ = "jax_dsa_front.index_front: " + rule;
+    if (ok()) error_ = std::string(call_) + ": " + rule;
   }
 
+  const char* call_;
   std::string error_;
 };
 

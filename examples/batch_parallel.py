@@ -16,7 +16,7 @@ import jax_dsa_front as dsa
 
 ROWS, HEADS, K = 3, 8, 1536  # rows per device
 PAGES, PAGE = 32, 64  # per device
-STATIC = dict(key_offset=K, weight_offset=K + 128, eps=1e-6, key_eps=1e-6)
+STATIC = dict(key_offset=K, weight_offset=K + 128, eps=1e-6, key_eps=1e-6, cache_format="fp8")
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 

@@ -18,7 +18,7 @@ import jax_dsa_front as dsa
 
 HEADS, K = 8, 1536
 BATCHES = 1, 5
-STATIC = dict(key_offset=K, weight_offset=K + 128, eps=1e-6, key_eps=1e-6)
+STATIC = dict(key_offset=K, weight_offset=K + 128, eps=1e-6, key_eps=1e-6, cache_format="fp8")
 
 
 def step(projected, q_norm, wq_b, gain, bias, cache, slots):

@@ -17,7 +17,7 @@ import jax_dsa_front as dsa
 
 BATCH, HEADS, K = 5, 32, 1536
 PAGES, PAGE = 32, 64
-STATIC = dict(key_offset=K, weight_offset=K + 128, eps=1e-6, key_eps=1e-6)
+STATIC = dict(key_offset=K, weight_offset=K + 128, eps=1e-6, key_eps=1e-6, cache_format="fp8")
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 

@@ -10,7 +10,7 @@ import jax_dsa_front as dsa
 
 LAYERS, BATCH, HEADS, K = 2, 4, 8, 1536
 PAGES, PAGE, STEPS = 512, 64, 6
-STATIC = dict(key_offset=K, weight_offset=K + 128, eps=1e-6, key_eps=1e-6)
+STATIC = dict(key_offset=K, weight_offset=K + 128, eps=1e-6, key_eps=1e-6, cache_format="fp8")
 
 
 @jax.jit

@@ -1,13 +1,16 @@
-"""The indexer front of DeepSeek Sparse Attention as one JAX operator."""
+"""The lightning indexer of DeepSeek Sparse Attention for JAX."""
 
-from jax_dsa_front import _loader, _runtime
-from jax_dsa_front._api import IndexFront, explain, index_front
-from jax_dsa_front._primitive import Explanation, export_safety_checks
-from jax_dsa_front._scoring import empty_cache, index_scores, read_keys
+from jax_dsa_front._cache import HEAD_DIM, ROW_BYTES, empty_cache, read_keys, slots_of
+from jax_dsa_front._front.api import IndexFront, index_front
+from jax_dsa_front._operator import Explanation, explain, export_safety_checks
+from jax_dsa_front._runtime import library, loader
+from jax_dsa_front._scores.api import index_scores
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "HEAD_DIM",
+    "ROW_BYTES",
     "Explanation",
     "IndexFront",
     "empty_cache",
@@ -16,6 +19,8 @@ __all__ = [
     "index_front",
     "index_scores",
     "read_keys",
+    "slots_of",
 ]
 
-_runtime.register(_loader.load)
+library.register(loader.load)
+del library, loader

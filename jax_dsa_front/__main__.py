@@ -2,7 +2,7 @@
 
 import sys
 
-from jax_dsa_front._cli import main
+from jax_dsa_front._app.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

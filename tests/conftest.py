@@ -13,15 +13,15 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 import jax
 import pytest
 
-from jax_dsa_front import _variants
+from jax_dsa_front._runtime import variants
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 def pytest_configure():
-    if not _variants.MANIFEST.exists():  # as with `python -m pytest` in a clone
+    if not variants.MANIFEST.exists():  # as with `python -m pytest` in a clone
         raise pytest.UsageError(
-            f"the package under test was not built: {_variants.CUBINS.parent}; install it, and run "
+            f"the package under test was not built: {variants.CUBINS.parent}; install it, and run "
             "pytest, or python -P -m pytest"
         )
 

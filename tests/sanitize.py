@@ -32,8 +32,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from bare import FORMAT_FLAGS, FrontParams, check, launch_front
 
-from jax_dsa_front import _loader, _runtime, _variants
-from jax_dsa_front._config import HEAD_DIM, ROW_BYTES
+from jax_dsa_front import HEAD_DIM, ROW_BYTES
+from jax_dsa_front._runtime import library, loader, variants
 
 ARCH = "sm_90a"
 # (B, H), a schedule per line, which 132 SMs choose by their 66 clusters of 2. A call takes one of
@@ -65,7 +65,7 @@ class Launches:
     def __init__(self):
         self.names, self.handles = {}, []  # handle -> name; handles in the order of the launches
         self.callbacks = []  # the handler keeps the first one's address
-        load, entry_point = _loader._kernel, _loader._entry_point
+        load, entry_point = loader._kernel, loader._entry_point
 
         def remembering(driver, entry, device):
             kernel = load(driver, entry, device)
@@ -76,7 +76,7 @@ class Launches:
             address = entry_point(driver, name)
             return self.counted(address) if name == "cuLaunchKernelEx" else address
 
-        _loader._kernel, _loader._entry_point = remembering, intercepting
+        loader._kernel, loader._entry_point = remembering, intercepting
 
     def counted(self, address):
         launch = LaunchFunction(address)
@@ -94,7 +94,7 @@ class Device:
     comes twice."""
 
     def __init__(self):
-        self.driver = _runtime.bindings()
+        self.driver = library.bindings()
         context = check(self.driver.cuDevicePrimaryCtxRetain(check(self.driver.cuDeviceGet(0))))
         check(self.driver.cuCtxSetCurrent(context))
         self.stream = check(self.driver.cuStreamCreate(0))  # waits for copies: not non-blocking
@@ -241,13 +241,13 @@ class Call:
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--k", type=int, choices=_variants.LATENT_WIDTHS)
+    parser.add_argument("--k", type=int, choices=variants.LATENT_WIDTHS)
     only = parser.parse_args().k
-    if _runtime.registration_error() is not None:
-        sys.exit(_runtime.registration_error())
+    if library.registration_error() is not None:
+        sys.exit(library.registration_error())
     start, launches, device, reached = time.perf_counter(), Launches(), Device(), set()
-    shipped = [v for v in _variants.VARIANTS if v.arch == ARCH and only in (None, v.k)]
-    for i, k in enumerate(_variants.LATENT_WIDTHS):
+    shipped = [v for v in variants.VARIANTS if v.arch == ARCH and only in (None, v.k)]
+    for i, k in enumerate(variants.LATENT_WIDTHS):
         if only not in (None, k):
             continue
         rng = np.random.default_rng(k)

@@ -27,6 +27,7 @@ def step(projected, q_norm, wq_b, weight, bias, cache, slots, layer):
         weight_offset=K + 128,
         eps=1e-6,
         key_eps=1e-6,
+        cache_format="fp8",
     )
 
 

@@ -25,6 +25,7 @@ UNSTACKED = dict(
     weight_offset=K + 128,
     eps=1e-6,
     key_eps=1e-6,
+    cache_format="fp8",
 )
 STACKED = UNSTACKED | dict(
     wq_b=shape(LAYERS, HEADS * 128, K), cache=shape(LAYERS, 4, 64, 132, dtype=U8), layer=0
@@ -131,17 +132,19 @@ def test_bad_argument(base, changes, exception, pattern):
     with pytest.raises(exception, match=pattern):
         trace(dsa.index_front, base | changes)
     with pytest.raises(exception, match=pattern):
-        dsa.explain(**base | changes)
+        dsa.explain(dsa.index_front, **base | changes)
 
 
 @pytest.mark.parametrize("base", [UNSTACKED, STACKED], ids=["plain", "stacked"])
 def test_the_base_itself_is_good(base):
     """Else every test above could pass for the wrong reason."""
     assert trace(dsa.index_front, base).weights.shape == (BATCH, HEADS)
-    assert dsa.explain(**base).implementation == "jnp"
+    assert dsa.explain(dsa.index_front, **base).implementation == "jnp"
 
 
-@pytest.mark.parametrize("missing", ["eps", "key_eps", "key_offset", "weight_offset"])
+@pytest.mark.parametrize(
+    "missing", ["eps", "key_eps", "key_offset", "weight_offset", "cache_format"]
+)
 def test_required_keyword(missing):
     rest = {k: v for k, v in UNSTACKED.items() if k != missing}
     with pytest.raises(TypeError, match=missing):
@@ -149,7 +152,7 @@ def test_required_keyword(missing):
     with pytest.raises(
         TypeError, match=rf"explain takes the arguments of index_front: .*{missing}"
     ):
-        dsa.explain(**rest)
+        dsa.explain(dsa.index_front, **rest)
 
 
 def test_a_reference_is_to_be_read():

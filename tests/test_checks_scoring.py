@@ -15,6 +15,7 @@ SCORES = dict(
     cache=shape(6, 64, 132, dtype=U8),
     block_table=shape(4, 3, dtype=I32),
     context_lens=shape(4, dtype=I32),
+    cache_format="fp8",
 )
 SCORES4 = SCORES | dict(
     query=shape(4, 8, 64, dtype=U8),
@@ -38,7 +39,7 @@ BAD_SCORES = [
     ("cache i8", SCORES, dict(cache=shape(6, 64, 132, dtype=jnp.int8)), TypeError, r"cache .*uint8.*got int8"),
     ("block_table f32", SCORES, dict(block_table=shape(4, 3, dtype=F32)), TypeError, r"block_table .*got float32"),
     ("block_table of another batch", SCORES, dict(block_table=shape(5, 3, dtype=I32)), ValueError, r"block_table .*\(4\).*got \(5, 3\)"),
-    ("block_table 1-D", SCORES, dict(block_table=shape(4, dtype=I32)), ValueError, r"block_table .*\(B, N\).*got \(4,\)"),
+    ("block_table 1-D", SCORES, dict(block_table=shape(4, dtype=I32)), ValueError, r"block_table .*\(S, N\).*got \(4,\)"),
     ("context_lens of another batch", SCORES, dict(context_lens=shape(1, dtype=I32)), ValueError, r"context_lens .*\(4\).*got \(1,\)"),
     ("context_lens bf16", SCORES, dict(context_lens=shape(4, dtype=BF16)), TypeError, r"context_lens .*got bfloat16"),
     ("layer missing", SCORES4, dict(layer=None), ValueError, r"layer is required"),

@@ -17,7 +17,7 @@ import jax_dsa_front as dsa
 import small
 from cases import KIMI
 from compare import assert_same_front
-from jax_dsa_front import _runtime, _variants
+from jax_dsa_front._runtime import library, variants
 from processes import run_python
 from programs import cuda_text, custom_calls, lowered_for_cuda
 
@@ -42,7 +42,7 @@ def test_cuda_command_elsewhere_says_what_is_missing(platform):
 def test_cuda_command_run_here_says_what_is_missing():
     """The sentence names this machine's first lack, whichever that is."""
     case = cases.Case("command", **KIMI)
-    with pytest.raises(NotImplementedError, match=re.escape(_runtime.missing() or "CUDA")):
+    with pytest.raises(NotImplementedError, match=re.escape(library.missing() or "CUDA")):
         cases.run(case, implementation="cuda")
 
 
@@ -52,7 +52,9 @@ def kernel_in(case, implementation=None):
 
 def explain(case, implementation=None):
     operands = cases.make(case)
-    return dsa.explain(*operands.args, **operands.static, implementation=implementation)
+    return dsa.explain(
+        dsa.index_front, *operands.args, **operands.static, implementation=implementation
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,9 +78,9 @@ def test_commands_are_obeyed_in_cross_lowering():
 
 def pretend(monkeypatch, *architectures, faster=False):
     """As if these CUDA devices were here, and nothing were missing to run on them."""
-    monkeypatch.setattr(_runtime, "local_cuda_architectures", lambda: architectures)
-    monkeypatch.setattr(_runtime, "missing", lambda *_: None)
-    monkeypatch.setattr(_variants, "jnp_is_faster", lambda *_: faster)
+    monkeypatch.setattr(library, "local_cuda_architectures", lambda: architectures)
+    monkeypatch.setattr(library, "missing", lambda *_: None)
+    monkeypatch.setattr(variants, "front_jnp_is_faster", lambda *_: faster)
 
 
 @pytest.mark.parametrize("architectures", [("sm_80",), ("sm_90a", "sm_80"), ("sm_120a", "sm_90a")])
@@ -103,10 +105,10 @@ NO_SM_80 = "no kernel is shipped for sm_80a, only for sm_90a, sm_100a, sm_103a"
 def test_device_without_a_kernel_beside_one_with(monkeypatch):
     """Every call of a program takes the jnp form; "cuda" refuses with the sentence of `explain`."""
     devices = [types.SimpleNamespace(compute_capability=c) for c in ("9.0", "8.0")]
-    look = functools.cache(_runtime.local_cuda_architectures.__wrapped__)
+    look = functools.cache(library.local_cuda_architectures.__wrapped__)
     monkeypatch.setattr(jax, "local_devices", lambda backend: devices)
     pretend(monkeypatch)
-    monkeypatch.setattr(_runtime, "local_cuda_architectures", look)
+    monkeypatch.setattr(library, "local_cuda_architectures", look)
     assert look() == ("sm_90a", "sm_80a")
     case = cases.Case("mixed", **KIMI)
     assert str(explain(case)) == f"jnp: {NO_SM_80}"
@@ -129,13 +131,13 @@ def test_supported_gpu(monkeypatch):
     pretend(monkeypatch, "sm_90a", "sm_90a")
     assert kernel_in(case) and explain(case).implementation == "cuda"
     assert explain(case, "jnp").implementation == "jnp"
-    monkeypatch.setattr(_runtime, "missing", lambda *_: "cuda-python is missing")
+    monkeypatch.setattr(library, "missing", lambda *_: "cuda-python is missing")
     with pytest.warns(UserWarning, match="runs without its kernel: cuda-python is missing"):
         assert not kernel_in(case)
     assert not kernel_in(case, "jnp") and "cuda-python is missing" in explain(case).reason
     assert not kernel_in(cases.Case("empty", **KIMI | dict(batch=0)))  # silent: it has lost nothing
     with monkeypatch.context() as slower:
-        slower.setattr(_variants, "jnp_is_faster", lambda *_: True)
+        slower.setattr(variants, "front_jnp_is_faster", lambda *_: True)
         assert not kernel_in(case) and "faster" in explain(case).reason
     with pytest.raises(NotImplementedError, match="cuda-python is missing"):
         kernel_in(case, "cuda")
@@ -169,6 +171,7 @@ def abstract_call(batch=2, heads=8, k=1280):
         weight_offset=k + 128,
         eps=1e-6,
         key_eps=1e-6,
+        cache_format="fp8",
     )
 
 
@@ -185,13 +188,13 @@ def abstract_call(batch=2, heads=8, k=1280):
 )
 def test_large_batches(monkeypatch, local, largest, in_doubt):
     """On machines with such GPUs, and lowered where there is none."""
-    monkeypatch.setattr(_runtime, "local_cuda_architectures", lambda: local)
-    monkeypatch.setattr(_runtime, "missing", lambda *_: None)
+    monkeypatch.setattr(library, "local_cuda_architectures", lambda: local)
+    monkeypatch.setattr(library, "missing", lambda *_: None)
 
     def choice(batch, implementation=None):
         arguments = abstract_call(batch) | dict(implementation=implementation)
         if local:
-            return dsa.explain(**arguments).implementation
+            return dsa.explain(dsa.index_front, **arguments).implementation
         arrays, rest = small.arrays_and_rest(arguments)
         text = lowered_for_cuda(lambda arrays: dsa.index_front(**arrays, **rest), arrays)
         return "cuda" if custom_calls(text) else "jnp"
@@ -203,15 +206,15 @@ def test_large_batches(monkeypatch, local, largest, in_doubt):
 
 
 def test_more_heads_than_a_grid_has_fall_back(monkeypatch):
-    monkeypatch.setattr(_runtime, "local_cuda_architectures", lambda: ("sm_90a",))
-    monkeypatch.setattr(_runtime, "missing", lambda *_: None)
+    monkeypatch.setattr(library, "local_cuda_architectures", lambda: ("sm_90a",))
+    monkeypatch.setattr(library, "missing", lambda *_: None)
     heads, k = 65536, 1280
     arguments = abstract_call(heads=heads)
-    assert "65535 heads, got 65536" in str(dsa.explain(**arguments))
+    assert "65535 heads, got 65536" in str(dsa.explain(dsa.index_front, **arguments))
     with pytest.raises(NotImplementedError, match="65535 heads, got 65536"):
-        dsa.explain(**arguments, implementation="cuda")
+        dsa.explain(dsa.index_front, **arguments, implementation="cuda")
     arguments["projected"] = small.shape(2, k + 128 + heads + 1)
-    assert "multiple of 8, got 66945" in str(dsa.explain(**arguments))
+    assert "multiple of 8, got 66945" in str(dsa.explain(dsa.index_front, **arguments))
 
 
 CPU_ONLY = """
@@ -226,8 +229,8 @@ args = *small.operands(k=1536, pages=4), jnp.arange(small.BATCH)
 print(small.digest(jax.jit(small.step)(*args)))
 print(driver() == before and "cuda.bindings" not in sys.modules)
 projected, weights, cache, slots = args
-static = dict(key_offset=1536, weight_offset=1664, eps=1e-6, key_eps=1e-6)
-print(dsa.explain(projected, *weights, cache, slots, **static))
+static = dict(key_offset=1536, weight_offset=1664, eps=1e-6, key_eps=1e-6, cache_format="fp8")
+print(dsa.explain(dsa.index_front, projected, *weights, cache, slots, **static))
 try:
     small.step(*args, implementation="cuda")
 except NotImplementedError as error:

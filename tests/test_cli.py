@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import jax_dsa_front as dsa
-from jax_dsa_front import _cli, _demo, _recorded, _runtime, _variants
+from jax_dsa_front._app import cli, demo, recorded
+from jax_dsa_front._runtime import library, variants
 from processes import TESTS, run_python
 
 MODULE = "import runpy; runpy.run_module('jax_dsa_front', run_name='__main__', alter_sys=True)"
@@ -32,7 +33,7 @@ def assert_plain(text):
 
 def test_the_script_is_this_function():
     (script,) = importlib.metadata.entry_points(group="console_scripts", name="jax-dsa-front")
-    assert script.load() is _cli.main
+    assert script.load() is cli.main
 
 
 def test_the_script_runs_the_installed_package():
@@ -99,7 +100,7 @@ def table_of_the_demo(cwd, **env):
 def small_demo(monkeypatch):
     sizes = {"LAYERS": 2, "BATCH": 2, "CONTEXT": 512, "STEPS": 16, "LENGTH": 528, "TOP": 16}
     for name, value in {**sizes, "PAGE": 16}.items():
-        monkeypatch.setattr(_demo, name, value)
+        monkeypatch.setattr(demo, name, value)
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -107,8 +108,8 @@ def small_demo(monkeypatch):
 
 def test_demo_of_a_package_that_was_not_built(capsys, monkeypatch):
     """As in the source tree: nothing is run in vain."""
-    monkeypatch.setattr(_recorded, "FOLDER", pathlib.Path("nowhere"))
-    assert _cli.main([]) == 2
+    monkeypatch.setattr(recorded, "FOLDER", pathlib.Path("nowhere"))
+    assert cli.main([]) == 2
     captured = capsys.readouterr()
     assert not captured.out
     assert re.fullmatch(r"the package was not built .*: pip install it, or .*\n", captured.err)
@@ -123,7 +124,7 @@ def test_without_a_device(capsys, monkeypatch, error):
 
     monkeypatch.setattr(jax, "local_devices", local_devices)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
-    assert _cli.main([]) == 2
+    assert cli.main([]) == 2
     captured = capsys.readouterr()
     assert not captured.out
     says = rf"JAX has no device \({type(error).__name__}.*\): leave JAX_PLATFORMS=cuda out, or .*\n"
@@ -135,10 +136,10 @@ def test_exit_status_follows_the_recorded_outputs(
     small_demo, capsys, monkeypatch, fmt, weights_equal
 ):
     """One weight that differs fails the demo; the loop runs in every format."""
-    result = _recorded.Comparison("jnp", 1, 100, weights_equal, 1000, 1000, 1.0)
-    monkeypatch.setattr(_recorded, "check", lambda *_: result)
+    result = recorded.Comparison("jnp", 1, 100, weights_equal, 1000, 1000, 1.0)
+    monkeypatch.setattr(recorded, "check", lambda *_: result)
     good = weights_equal == 100
-    assert _cli.main(["demo", "--cache-format", fmt]) == (0 if good else 1)
+    assert cli.main(["demo", "--cache-format", fmt]) == (0 if good else 1)
     captured = capsys.readouterr()
     assert_plain(captured.out)
     assert ("PASS (jnp)" if good else "FAIL (jnp)") in captured.out
@@ -147,7 +148,7 @@ def test_exit_status_follows_the_recorded_outputs(
 
 def test_what_passes():
     def passes(weights_equal, lowest):
-        return _recorded.Comparison("jnp", 1, 100, weights_equal, 1000, 999, lowest).passed
+        return recorded.Comparison("jnp", 1, 100, weights_equal, 1000, 999, lowest).passed
 
     assert passes(100, 0.999)
     assert not passes(99, 1.0)
@@ -155,18 +156,18 @@ def test_what_passes():
 
 
 def test_one_changed_weight_is_noticed(monkeypatch):
-    inputs, recorded = _recorded._load()
+    inputs, outputs = recorded._load()
     case = "b1_s12_normal"
-    few = {name: value for name, value in recorded.items() if name.startswith(case + "/")}
-    monkeypatch.setattr(_recorded, "_load", lambda: (inputs, few))
-    assert _recorded.check("jnp").passed
+    few = {name: value for name, value in outputs.items() if name.startswith(case + "/")}
+    monkeypatch.setattr(recorded, "_load", lambda: (inputs, few))
+    assert recorded.check("jnp").passed
     few[f"{case}/weights"] = few[f"{case}/weights"] ^ np.uint16(1)
-    comparison = _recorded.check("jnp")
+    comparison = recorded.check("jnp")
     assert comparison.weights_equal == 0
     assert not comparison.passed
     few[f"{case}/crc"] = few[f"{case}/crc"] + np.uint32(1)
     with pytest.raises(RuntimeError, match="inputs"):
-        _recorded.check("jnp")
+        recorded.check("jnp")
 
 
 def test_info(tmp_path):
@@ -176,38 +177,38 @@ def test_info(tmp_path):
     folder = str(pathlib.Path(dsa.__file__).parent)
     assert folder in text
     assert_plain(text.replace(folder, ""))  # likewise
-    facts = (dsa.__version__, jax.__version__, sys.version.split()[0], *_variants.ARCHITECTURES)
+    facts = (dsa.__version__, jax.__version__, sys.version.split()[0], *variants.ARCHITECTURES)
     facts = *facts, "environment JAX_PLATFORMS=cpu", "1 x cpu", "at B = 1, 8"
-    for fact in (*facts, f"{_runtime.TARGET} is registered for CUDA"):
+    for fact in (*facts, f"{library.TARGET} is registered for CUDA"):
         assert fact in " ".join(text.split())
-    assert f"cuda-bindings {_cli._version('cuda-bindings')}" in " ".join(text.split())
+    assert f"cuda-bindings {cli._version('cuda-bindings')}" in " ".join(text.split())
     assert "unknown (" not in text
 
 
 @pytest.mark.parametrize(
     ("module", "attribute"),
-    [(_variants, "manifest"), (_runtime, "missing"), (jax, "local_devices"), (dsa, "explain")],
+    [(variants, "manifest"), (library, "missing"), (jax, "local_devices"), (dsa, "explain")],
 )
 def test_info_survives_anything(capsys, monkeypatch, module, attribute):
     def broken(*_, **__):
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(module, attribute, broken)
-    assert _cli.main(["info"]) == 0
+    assert cli.main(["info"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "unknown (OSError: the disk is gone)" in text
     assert dsa.__version__ in text
 
 
 def test_info_without_cubins(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(_variants, "MANIFEST", tmp_path / "manifest.json")
-    assert _cli.main(["info"]) == 0
+    monkeypatch.setattr(variants, "MANIFEST", tmp_path / "manifest.json")
+    assert cli.main(["info"]) == 0
     assert "cubins are missing" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("arguments", [["demos"], ["--cache-format", "fp4"]])
 def test_unknown_arguments(capsys, arguments):
     with pytest.raises(SystemExit) as stop:
-        _cli.main(arguments)
+        cli.main(arguments)
     assert stop.value.code == 2
     assert "usage: jax-dsa-front" in capsys.readouterr().err

@@ -25,10 +25,10 @@ def good():
 ASK = """
 import jax, jax.numpy as jnp
 import jax_dsa_front as dsa, small
-from jax_dsa_front import _runtime
+from jax_dsa_front._runtime import library
 args = *small.operands(pages=1), jnp.arange(small.BATCH)
 before = small.digest(args)
-print(_runtime.missing())
+print(library.missing())
 try:
     small.step(*args, implementation="cuda")
 except NotImplementedError as error:
@@ -91,14 +91,12 @@ def test_two_copies_in_one_process(name, good, tmp_path):
 
 FORGOTTEN = """
 import ctypes, gc, sys
-from jax_dsa_front import _runtime
-library = _runtime.library
-del _runtime
+from jax_dsa_front._runtime.library import handler
 for name in [name for name in sys.modules if name.split(".")[0] == "jax_dsa_front"]:
     del sys.modules[name]
 gc.collect()
 message = ctypes.create_string_buffer(1024)
-print(library.JaxDsaFrontLaunch(0, 1536, None, 32, 4096, None, message, 1024))
+print(handler.JaxDsaFrontIndexFrontLaunch(0, 1536, None, 32, 4096, None, message, 1024))
 print(message.value.decode())
 """
 
@@ -116,21 +114,21 @@ EXIT = """
 import atexit, ctypes, threading, time
 def call():
     message = ctypes.create_string_buffer(1024)
-    status = library.JaxDsaFrontLaunch(0, 1536, None, 32, 4096, None, message, 1024)
+    status = handler.JaxDsaFrontIndexFrontLaunch(0, 1536, None, 32, 4096, None, message, 1024)
     # One write: two threads print
     print(f"{status} {message.value.decode()}\\n", end="", flush=True)
 def last():
     thread.join(60)  # has its sentence, and is to print it
     call()
 atexit.register(last)  # in front of the package's own, and so called after it
-from jax_dsa_front import _loader, _runtime
-library = _runtime.library
+from jax_dsa_front._runtime import library, loader
+handler = library.handler
 loading = threading.Event()
-def slow(device, k):
+def slow(device, operator, key):
     loading.set()
     time.sleep(1)
-    raise _runtime.KernelUnavailableError("too slow")
-_loader._publish = slow
+    raise library.KernelUnavailableError("too slow")
+loader._publish = slow
 thread = threading.Thread(target=call, daemon=True)
 thread.start()
 loading.wait()

@@ -31,20 +31,21 @@ def hook(event, arguments):
 sys.addaudithook(hook)
 import jax_dsa_front as dsa
 import small
-from jax_dsa_front import _cli
+from jax_dsa_front._app import cli
 
 projected, weights, cache = small.operands(k=1536)
 for implementation in (None, "jnp"):
     front = small.step(projected, weights, cache, jnp.arange(4), implementation=implementation)
 table, lengths = jnp.zeros((4, 1), int), jnp.ones(4, int)
-dsa.index_scores(front.query, None, front.weights, front.cache, table, lengths)
+dsa.index_scores(front.query, None, front.weights, front.cache, table, lengths, cache_format="fp8")
 dsa.read_keys(front.cache, jnp.arange(4), cache_format="fp8").block_until_ready()
 dsa.explain(
-    projected, *weights, cache, jnp.arange(4),
+    dsa.index_front, projected, *weights, cache, jnp.arange(4),
     key_offset=1536, weight_offset=1664, eps=1e-6, key_eps=1e-6,
+    cache_format="fp8",
 )
 jax.jit(small.step).lower(projected, weights, cache, jnp.arange(4)).compile()
-_cli.main(["info"])
+cli.main(["info"])
 assert not seen, seen
 
 with open("control", "w"):  # the hook does see such things

@@ -29,7 +29,8 @@ def arguments(arrays):
     batch = arrays[0].shape[0]
     args = (*arrays, np.ones(128, np.float32), np.zeros(128, np.float32))
     cache = np.zeros((2, 64, 132), np.uint8)
-    static = dict(key_offset=1536, weight_offset=1664, eps=inputs.EPS, key_eps=inputs.EPS)
+    eps = dict(eps=inputs.EPS, key_eps=inputs.EPS)
+    static = dict(key_offset=1536, weight_offset=1664, cache_format="fp8", **eps)
     return (*args, cache, np.arange(batch, dtype=np.int32)), static
 
 

@@ -21,7 +21,7 @@ CALL = """
 import functools, shutil, signal, warnings
 import jax, jax.numpy as jnp
 import jax_dsa_front as dsa, small
-from jax_dsa_front import _loader, _runtime, _variants
+from jax_dsa_front._runtime import library, loader, variants
 args = *small.operands(k=1536, pages=2), jnp.arange(small.BATCH)
 before = small.digest(args)
 def call(implementation="cuda"):
@@ -44,7 +44,7 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.filterwarnings("always", "index_front")
     assert call(None) == call("jnp")
 print(*(w.message for w in caught if "index_front" in str(w.message)))
-missing, _runtime.missing = _runtime.missing, lambda *_: None  # as in a program lowered elsewhere
+missing, library.missing = library.missing, lambda *_: None  # as in a program lowered elsewhere
 print(failing())
 donated = jnp.copy(args[2])
 step = jax.jit(functools.partial(small.step, implementation="cuda"), donate_argnums=2)
@@ -52,11 +52,11 @@ try:
     jax.block_until_ready(step(*args[:2], donated, args[3]))
 except Exception:
     print("deleted" if donated.is_deleted() else bool(jnp.all(donated == args[2])))
-_runtime.missing = missing
+library.missing = missing
 with jax.default_device(jax.devices("cpu")[0]):
     small.step(*small.operands(pages=1), jnp.arange(small.BATCH))
-shutil.copytree(GOOD, _variants.CUBINS, dirs_exist_ok=True)
-_variants.manifest.cache_clear()
+shutil.copytree(GOOD, variants.CUBINS, dirs_exist_ok=True)
+variants.manifest.cache_clear()
 print(call())
 """
 )
@@ -64,12 +64,12 @@ INTERRUPTED = (
     CALL
     + """
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
-kernel = _loader._kernel
+kernel = loader._kernel
 def interrupted(*arguments):
-    _loader._kernel = kernel
+    loader._kernel = kernel
     signal.raise_signal(signal.SIGINT)
     return kernel(*arguments)
-_loader._kernel = interrupted
+loader._kernel = interrupted
 for _ in range(3):
     try:
         print(call())
@@ -173,7 +173,7 @@ OLD_SECOND_GPU = """
 import functools
 import jax, jax.numpy as jnp
 import small
-from jax_dsa_front import _loader, _runtime, _variants
+from jax_dsa_front._runtime import library, loader, variants
 devices = jax.devices("cuda")[:2]
 args = *small.operands(k=1536, pages=4), jnp.arange(small.BATCH)
 def program(implementation):  # a new one each time: JAX remembers what it has lowered
@@ -183,15 +183,15 @@ def outcome(device, implementation=None):
         return small.digest(program(implementation)(*jax.device_put(args, devices[device])))
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
-real, publish = _variants.architecture, _loader._publish
-def publish_with_an_old_one(device, k):
-    _variants.architecture = (lambda _: "sm_80a") if device == 1 else real
-    publish(device, k)
-kernels = _runtime.local_cuda_architectures()  # what a program is lowered for
-_loader._publish = publish_with_an_old_one
+real, publish = variants.architecture, loader._publish
+def publish_with_an_old_one(device, operator, key):
+    variants.architecture = (lambda _: "sm_80a") if device == 1 else real
+    publish(device, operator, key)
+kernels = library.local_cuda_architectures()  # what a program is lowered for
+loader._publish = publish_with_an_old_one
 print(outcome(1, "cuda"))
 print(outcome(0, "cuda"))
-_runtime.local_cuda_architectures = lambda: (kernels[0], "sm_80a")
+library.local_cuda_architectures = lambda: (kernels[0], "sm_80a")
 print(outcome(0, "cuda"))
 text = program(None).lower(*args).as_text()
 print("jax_dsa_front.index_front" in text, len(outcome(0)), len(outcome(1)))

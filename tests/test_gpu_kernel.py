@@ -25,7 +25,7 @@ from compare import (
 pytestmark = pytest.mark.gpu
 LARGEST = 128  # rows of the walk over batches
 # A row's bytes depend neither on B nor on its place inside these ranges of B, whatever the number
-# of launches and the tile (docs/performance.md, at its end).
+# of launches and the tile (docs/kernels.md, "Which kernel").
 RANGES = ((1, 8), (9, 300))
 
 

@@ -11,7 +11,7 @@ import pytest
 import jax_dsa_front as dsa
 import small
 from compare import assert_equal, assert_same_front
-from jax_dsa_front import _loader, _runtime, _variants
+from jax_dsa_front._runtime import library, loader, variants
 from processes import run_python
 
 pytestmark = pytest.mark.gpu
@@ -20,21 +20,21 @@ K = 1536
 
 def test_no_kernel_uses_local_memory():
     """Registers suffice in every kernel for this GPU: nothing spills."""
-    driver = _runtime.bindings()
-    device = _runtime.check(driver, driver.cuDeviceGet(0))
-    context = _runtime.check(driver, driver.cuDevicePrimaryCtxRetain(device))
-    _runtime.check(driver, driver.cuCtxPushCurrent(context))
-    arch = _runtime.local_cuda_architectures()[0]
+    driver = library.bindings()
+    device = library.check(driver, driver.cuDeviceGet(0))
+    context = library.check(driver, driver.cuDevicePrimaryCtxRetain(device))
+    library.check(driver, driver.cuCtxPushCurrent(context))
+    arch = library.local_cuda_architectures()[0]
     local_bytes = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
-    entries = [entry for entry in _variants.manifest()["kernels"] if entry["arch"] == arch]
+    entries = [entry for entry in variants.manifest()["kernels"] if entry["arch"] == arch]
     spilled = {}
     try:
         for entry in entries:
-            kernel = driver.CUkernel(_loader._kernel(driver, entry, device).handle)
+            kernel = driver.CUkernel(loader._kernel(driver, entry, device).handle)
             answer = driver.cuKernelGetAttribute(local_bytes, kernel, device)
-            spilled[entry["name"]] = _runtime.check(driver, answer)
+            spilled[entry["name"]] = library.check(driver, answer)
     finally:
-        _runtime.check(driver, driver.cuCtxPopCurrent())
+        library.check(driver, driver.cuCtxPopCurrent())
     assert entries
     assert not {name: count for name, count in spilled.items() if count}
 

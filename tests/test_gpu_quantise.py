@@ -2,7 +2,7 @@
 
 No Hopper instruction converts to e2m1, so the kernels do it with integers. Each has the quantisers
 of query and key compiled in, so each takes the walk: with 32 heads on an H200 these batches lead
-to split_n, split_k, and split_k_rows with tiles of 64 and of 128 (docs/performance.md, at its end).
+to split_n, split_k, and split_k_rows with tiles of 64 and of 128 (docs/kernels.md, "Which kernel").
 """
 
 import functools

@@ -11,7 +11,7 @@ from processes import TESTS, run_python
 KERNELS_OF_A_CALL = """
 import ctypes, json, sys
 from fake_driver import FakeDriver
-from jax_dsa_front import _loader
+from jax_dsa_front._runtime import loader
 benchmarks, per_wave, calls = sys.argv[1:]
 sys.path.insert(0, benchmarks)
 from bare import FrontParams, launch_front
@@ -37,7 +37,7 @@ def kernels_of(k, batch, heads):
     launched.clear()
     parameters = FrontParams(batch=batch)
     launch_front(k, parameters, heads, heads * 128, 0)
-    names = {1 + library: name for name, library in _loader._libraries.items()}
+    names = {1 + library: name for name, library in loader._libraries.items()}
     return [names[handle].removeprefix(f"index_front_sm_90a_k{k}_") for handle in launched]
 kernels = [kernels_of(*call) for call in json.loads(calls)]
 fields = [getattr(FrontParams, name) for name, _ in FrontParams._fields_]
@@ -62,7 +62,7 @@ def launches(calls, tmp_path, per_wave=66):
 def test_parameters_have_one_order(tmp_path):
     """The C++ struct, the list that is launched with and its twin in benchmarks/bare.py, in that
     program; and the kernels' own, whose module needs the DSL."""
-    source = ast.parse((TESTS.parent / "jax_dsa_front/kernels/common.py").read_text())
+    source = ast.parse((TESTS.parent / "jax_dsa_front/kernels/front/arguments.py").read_text())
     (own,) = (n for n in source.body if getattr(n, "name", None) == "FrontArguments")
     members = [n for n in own.body if isinstance(n, ast.AnnAssign)]
     own = {n.target.id: int(n.annotation.id[-2:]) // 8 for n in members}
@@ -74,7 +74,7 @@ def test_parameters_have_one_order(tmp_path):
 
 
 def test_kernels_of_a_call(tmp_path):
-    """docs/performance.md, at its end: 32 heads, and grids around what an H200 holds at once."""
+    """docs/kernels.md, "Which kernel": 32 heads, and grids around what an H200 holds at once."""
     rows_64, rows_128 = ["row_norm_b1", "split_k_rows_b64"], ["row_norm_b1", "split_k_rows_b128"]
     want = {
         (1536, 1, 32): ["split_n_b8"],

@@ -11,10 +11,11 @@ import pytest
 
 import faults
 from fake_driver import CUresult, FakeDriver
-from jax_dsa_front import _loader, _runtime, _variants
+from jax_dsa_front._runtime import library, loader, variants
 
 PREFIX = "jax_dsa_front could not load its kernels: "
-TILES = [v.tile for v in _variants.VARIANTS if (v.arch, v.k) == ("sm_90a", 1536)]
+FRONT = variants.OPERATORS.index("index_front")
+TILES = [v.tile for v in variants.VARIANTS if (v.arch, v.k) == ("sm_90a", 1536)]
 
 
 class Published:
@@ -23,19 +24,20 @@ class Published:
     def __init__(self):
         self.calls = []
 
-    def JaxDsaFrontPublish(self, device, k, kernels, count, *entry_points):  # noqa: N802
-        self.calls.append((device, k, [kernels[i].tile for i in range(count)]))
+    def JaxDsaFrontPublish(self, device, operator, key, kernels, count, *_):  # noqa: N802
+        assert operator == FRONT
+        self.calls.append((device, key, [kernels[i].tile for i in range(count)]))
 
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """A copy of the package's cubins that the loader uses, and nothing loaded yet."""
     folder = tmp_path / "package"
-    shutil.copytree(_variants.CUBINS, folder / "cubins")
-    monkeypatch.setattr(_variants, "CUBINS", folder / "cubins")
-    monkeypatch.setattr(_variants, "MANIFEST", folder / "cubins" / "manifest.json")
-    monkeypatch.setattr(_loader, "_libraries", {})
-    monkeypatch.setattr(_runtime, "library", Published())
+    shutil.copytree(variants.CUBINS, folder / "cubins")
+    monkeypatch.setattr(variants, "CUBINS", folder / "cubins")
+    monkeypatch.setattr(variants, "MANIFEST", folder / "cubins" / "manifest.json")
+    monkeypatch.setattr(loader, "_libraries", {})
+    monkeypatch.setattr(library, "handler", Published())
     forget()
     yield folder
     forget()
@@ -43,8 +45,8 @@ def package(tmp_path, monkeypatch):
 
 def forget():
     """What this process knows of the package's files."""
-    _variants.manifest.cache_clear()
-    _runtime._look_at_cubins.cache_clear()
+    variants.manifest.cache_clear()
+    library._look_at_cubins.cache_clear()
 
 
 @pytest.fixture
@@ -60,7 +62,7 @@ def use(monkeypatch, driver):
 def load(device=0, k=1536, size=1024):
     """(what the handler is told, the sentence) of one load."""
     message = ctypes.create_string_buffer(b"\xff" * (size + 8), size + 8)
-    status = _loader.load(device, k, ctypes.addressof(message), size)
+    status = loader.load(device, FRONT, k, ctypes.addressof(message), size)
     assert message.raw[size:] == b"\xff" * 8, "written past the end of the message"
     return status, message.value.decode() if status else ""
 
@@ -68,14 +70,14 @@ def load(device=0, k=1536, size=1024):
 def assert_loads():
     status, sentence = load()
     assert (status, sentence) == (0, "")
-    assert _runtime.library.calls == [(0, 1536, TILES)]
+    assert library.handler.calls == [(0, 1536, TILES)]
 
 
 def assert_fails(says):
     status, sentence = load()
     assert status == 1 and sentence.startswith(PREFIX), (status, sentence)
     faults.assert_sentence(sentence.removeprefix(PREFIX), says)
-    assert not _runtime.library.calls, "something was published"
+    assert not library.handler.calls, "something was published"
 
 
 def test_a_whole_package_loads(package, driver):
@@ -89,14 +91,14 @@ def test_a_damaged_package(fault, package, driver, monkeypatch):
     published, no context left behind; repaired, it loads at once."""
     change, says = {**faults.CUBIN_FAULTS, **faults.MANIFEST_FAULTS}[fault]
     change(package)
-    monkeypatch.setattr(_runtime, "local_cuda_architectures", lambda: ("sm_90a",))
-    faults.assert_sentence(_runtime.missing(), says)
+    monkeypatch.setattr(library, "local_cuda_architectures", lambda: ("sm_90a",))
+    faults.assert_sentence(library.missing(), says)
     assert_fails(says)
     assert driver.contexts == 0
     shutil.rmtree(package / "cubins")
     shutil.copytree(faults.PACKAGE / "cubins", package / "cubins")
-    _variants.manifest.cache_clear()
-    assert _runtime.missing() is None
+    variants.manifest.cache_clear()
+    assert library.missing() is None
     assert_loads()
 
 
@@ -109,8 +111,8 @@ def test_other_cubins_do_not_matter(package, driver, monkeypatch):
         (("sm_90a",), 1536, False),
         (("sm_100a", "sm_90a"), None, False),
     ):
-        monkeypatch.setattr(_runtime, "local_cuda_architectures", lambda a=architectures: a)
-        assert (_runtime.missing(k) is None) == whole, (architectures, k)
+        monkeypatch.setattr(library, "local_cuda_architectures", lambda a=architectures: a)
+        assert (library.missing("index_front", k) is None) == whole, (architectures, k)
 
 
 def test_no_memory_for_the_kernels(package, driver, monkeypatch):
@@ -139,7 +141,8 @@ def test_no_memory_for_the_kernels(package, driver, monkeypatch):
 def test_what_the_machine_lacks(driver, says, package, monkeypatch):
     """The same sentence where the implementation is chosen and where kernels are loaded."""
     use(monkeypatch, driver)
-    faults.assert_sentence(_runtime.missing(), says)
+    monkeypatch.setattr(library, "local_cuda_architectures", lambda: ("sm_90a",))
+    faults.assert_sentence(library.missing(), says)
     assert_fails(says)
 
 
@@ -157,7 +160,7 @@ def test_a_device_without_kernels_beside_one_with(package, monkeypatch):
     assert status == 1
     faults.assert_sentence(sentence, f"^{PREFIX}CUDA device 1 cannot run this program: .*sm_80a")
     assert load(device=0) == (0, "")
-    assert _runtime.library.calls == [(0, 1536, TILES)]
+    assert library.handler.calls == [(0, 1536, TILES)]
 
 
 @pytest.fixture
@@ -172,7 +175,7 @@ def interruptible():
 def test_interrupted_by_the_keyboard(package, driver, monkeypatch):
     """The load fails, naming the reason, and the interrupt arrives where Python can raise it;
     nothing stays locked or half loaded."""
-    read, calls = _runtime.cubin, []
+    read, calls = library.cubin, []
 
     def interrupted(entry):
         calls.append(entry)
@@ -180,22 +183,22 @@ def test_interrupted_by_the_keyboard(package, driver, monkeypatch):
             raise KeyboardInterrupt
         return read(entry)
 
-    monkeypatch.setattr(_runtime, "cubin", interrupted)
+    monkeypatch.setattr(library, "cubin", interrupted)
     message = ctypes.create_string_buffer(1024)
 
     def loading():
-        _loader.load(0, 1536, ctypes.addressof(message), 1024)
+        loader.load(0, FRONT, 1536, ctypes.addressof(message), 1024)
         time.sleep(2)
 
     with pytest.raises(KeyboardInterrupt):
         loading()
     assert message.value.decode() == PREFIX + "KeyboardInterrupt"
-    assert driver.contexts == 0 and not _runtime.library.calls
+    assert driver.contexts == 0 and not library.handler.calls
     thread = threading.Thread(target=load, daemon=True)
     thread.start()
     thread.join(10)
     assert not thread.is_alive(), "the lock is still held"
-    assert _runtime.library.calls == [(0, 1536, TILES)]
+    assert library.handler.calls == [(0, 1536, TILES)]
     assert len(driver.images) == len(TILES), "a cubin was loaded twice"
 
 
@@ -209,14 +212,14 @@ def test_a_short_message_buffer_is_not_overrun(size, package, driver):
 def test_one_cubin_for_all_devices(package, driver):
     """Loaded once per process, whatever the number of devices."""
     assert [load(device)[0] for device in (0, 1, 5)] == [0, 0, 0]
-    assert len(driver.images) == len(TILES) and len(_runtime.library.calls) == 3
+    assert len(driver.images) == len(TILES) and len(library.handler.calls) == 3
 
 
 def test_reading_a_cubin(package):
-    entry = next(e for e in _variants.manifest()["kernels"] if e["name"] == faults.FIRST)
-    assert _runtime.cubin(entry).startswith(b"\x7fELF")
+    entry = next(e for e in variants.manifest()["kernels"] if e["name"] == faults.FIRST)
+    assert library.cubin(entry).startswith(b"\x7fELF")
     for change, says in faults.CUBIN_FAULTS.values():
         change(package)
-        with pytest.raises(_runtime.KernelUnavailableError, match=says):
-            _runtime.cubin(entry)
+        with pytest.raises(library.KernelUnavailableError, match=says):
+            library.cubin(entry)
         shutil.copytree(faults.PACKAGE / "cubins", package / "cubins", dirs_exist_ok=True)

@@ -9,7 +9,7 @@ import re
 import pytest
 
 import jax_dsa_front as dsa
-from jax_dsa_front import _runtime, _variants
+from jax_dsa_front._runtime import library, variants
 from processes import run_python
 
 PACKAGE = pathlib.Path(dsa.__file__).parent
@@ -21,17 +21,17 @@ def test_the_installed_package_is_tested():
     """Not the source tree, which has neither handler nor cubins."""
     assert PACKAGE != CHECKOUT / "jax_dsa_front"
     assert CHECKOUT not in PACKAGE.parents or "site-packages" in PACKAGE.parts
-    assert _runtime.LIBRARY.is_file() and _runtime.LIBRARY.parent == PACKAGE
-    assert _variants.MANIFEST.is_file() and PACKAGE in _variants.MANIFEST.parents
+    assert library.LIBRARY.is_file() and library.LIBRARY.parent == PACKAGE
+    assert variants.MANIFEST.is_file() and PACKAGE in variants.MANIFEST.parents
     assert (PACKAGE / "py.typed").is_file()
 
 
 def test_manifest_describes_every_shipped_kernel():
     """One entry per variant, one file per entry, and the bytes are those of the build."""
-    entries = _variants.manifest()["kernels"]
-    assert [entry["name"] for entry in entries] == [v.name for v in _variants.VARIANTS]
+    entries = variants.manifest()["kernels"]
+    assert [entry["name"] for entry in entries] == [v.name for v in variants.VARIANTS]
     assert len(entries) == len({entry["name"] for entry in entries}) > 0
-    files = {path.stem: path for path in _variants.CUBINS.glob("*.cubin")}
+    files = {path.stem: path for path in variants.CUBINS.glob("*.cubin")}
     assert set(files) == {entry["name"] for entry in entries}
     for entry in entries:
         cubin = files[entry["name"]].read_bytes()
@@ -39,39 +39,39 @@ def test_manifest_describes_every_shipped_kernel():
         assert cubin.startswith(b"\x7fELF") and entry["symbol"].encode() in cubin
 
 
-@pytest.mark.parametrize("arch", _variants.ARCHITECTURES)
+@pytest.mark.parametrize("arch", variants.ARCHITECTURES)
 def test_every_width_has_a_kernel_on_every_architecture(arch):
-    for k in _variants.LATENT_WIDTHS:
-        assert _variants.unsupported(k, k + 160, arch) is None
-        assert [v for v in _variants.VARIANTS if (v.arch, v.k) == (arch, k)]
+    for k in variants.LATENT_WIDTHS:
+        assert variants.front_unsupported(k, k + 160, arch) is None
+        assert [v for v in variants.VARIANTS if (v.arch, v.k) == (arch, k)]
 
 
 def test_handler_exports_its_own_functions_alone():
     """Weak C++ symbols among them, as libstdc++'s, could be replaced by another library's."""
     # _ZGTt...: transactional memory, which libstdc++ would take from another library
-    names = re.findall(rb"\0(_Z(?!GTt)\w+)", _runtime.LIBRARY.read_bytes())
+    names = re.findall(rb"\0(_Z(?!GTt)\w+)", library.LIBRARY.read_bytes())
     assert not names, names
 
 
 def test_handler_is_accepted_by_this_jaxlib():
-    assert _runtime.registration_error() is None, _runtime.registration_error()
-    assert _runtime._accepted_ffi_minor() >= _runtime.library.JaxDsaFrontFfiMinor() >= 1
+    assert library.registration_error() is None, library.registration_error()
+    assert library._accepted_ffi_minor() >= library.handler.JaxDsaFrontFfiMinor() >= 1
 
 
 def test_a_handler_that_is_too_new_is_reported_by_us(tmp_path):
     """XLA would say nothing here and "No FFI handler registered" much later; the rest works."""
     code = """
 import jax_dsa_front as dsa, jax.numpy as jnp, small
-from jax_dsa_front import _loader, _runtime
-_runtime._accepted_ffi_minor = lambda: 0
-_runtime.register(_loader.load)
-print(_runtime.registration_error())
-assert _runtime.registration_error() == _runtime.missing() == _runtime.missing(1536)
+from jax_dsa_front._runtime import library, loader
+library._accepted_ffi_minor = lambda: 0
+library.register(loader.load)
+print(library.registration_error())
+assert library.registration_error() == library.missing() == library.missing("index_front", 1536)
 assert small.step(*small.operands(pages=1), jnp.arange(small.BATCH)).weights.shape == (4, 8)
 try:
     small.step(*small.operands(pages=1), jnp.arange(small.BATCH), implementation="cuda")
 except NotImplementedError as error:
-    assert _runtime.registration_error() in str(error)
+    assert library.registration_error() in str(error)
 else:
     raise SystemExit("not refused")
 """
@@ -140,7 +140,7 @@ def test_semi_public_jax_is_imported_in_one_module():
         for path in SOURCES
         if any(name.startswith(semi_public) for name in imported_modules(path))
     }
-    assert users == {"_primitive.py"}
+    assert users == {"_operator.py"}
 
 
 def test_kernels_are_a_build_time_matter():

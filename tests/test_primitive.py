@@ -12,7 +12,7 @@ import cases
 import jax_dsa_front as dsa
 import small
 from cases import KIMI
-from jax_dsa_front import _variants
+from jax_dsa_front._runtime import variants
 from programs import TARGET, cuda_text, custom_calls, lowered_for_cuda
 from small import BF16, F32, I32, U8, shape
 
@@ -45,9 +45,10 @@ def test_shapes_of_operands_that_no_machine_could_hold():
         key_norm_weight=shape(61, 128, dtype=F32), key_norm_bias=shape(61, 128, dtype=F32),
         cache=shape(61, 2**25, 64, 132, dtype=U8), slots=shape(4096, dtype=I32),
         layer=shape(dtype=I32), key_offset=1536, weight_offset=1664, eps=1e-6, key_eps=1e-6,
+        cache_format="fp8",
     )  # fmt: skip
     assert small.trace(dsa.index_front, arguments).cache.shape == (61, 2**25, 64, 132)
-    assert dsa.explain(**arguments).implementation == "jnp"
+    assert dsa.explain(dsa.index_front, **arguments).implementation == "jnp"
 
 
 def test_jaxpr_is_one_short_equation():
@@ -164,8 +165,8 @@ def test_cuda_scan_over_layers_passes_the_stacks_whole():
 def test_program_names_no_variant():
     """Old programs must run on new kernels."""
     text = cuda_text(cases.Case("names", **KIMI))
-    assert custom_calls(text) and _variants.VARIANTS
-    assert not [variant.name for variant in _variants.VARIANTS if variant.name in text]
+    assert custom_calls(text) and variants.VARIANTS
+    assert not [variant.name for variant in variants.VARIANTS if variant.name in text]
     assert "sm_" not in text and "cubin" not in text
 
 

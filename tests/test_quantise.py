@@ -17,7 +17,7 @@ import oracle
 from cases import BF16
 from compare import as_bytes, assert_equal
 from exact_calls import FINITE, groups_of_every_maximum, groups_with_maximum
-from jax_dsa_front import _reference
+from jax_dsa_front._front import reference
 
 NORMAL = FINITE[(np.abs(FINITE) >= 2.0**-126) | (FINITE.view(np.uint32) == 0)]
 IMPLEMENTATIONS = ["jnp", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -59,11 +59,11 @@ def test_oracle_rounds_ties_to_even_and_keeps_the_sign_of_zero():
 
 def assert_quantisers_match(values):
     """The jnp quantisers on f32 [n, 128] against the oracle's."""
-    codes, scale = jax.jit(_reference.quantize_fp8, static_argnums=1)(values, 1e-4)
+    codes, scale = jax.jit(reference.quantize_fp8, static_argnums=1)(values, 1e-4)
     want_codes, exponent = oracle.quantise_fp8(values.astype(np.float64), 1e-4)
     assert_equal(codes, want_codes, "fp8 codes")
     assert_equal(scale, np.ldexp(np.float32(1), exponent), "fp8 scale")
-    packed, exponents = jax.jit(_reference.quantize_mxfp4)(values)
+    packed, exponents = jax.jit(reference.quantize_mxfp4)(values)
     want_packed, want_exponents = oracle.quantise_mxfp4(values.astype(np.float64))
     assert_equal(exponents, want_exponents, "mxfp4 exponents")
     assert_equal(packed, want_packed, "mxfp4 nibbles")

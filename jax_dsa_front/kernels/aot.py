@@ -9,22 +9,23 @@ import json
 import tempfile
 import warnings
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from importlib.metadata import version
 from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
 
-from .._variants import VARIANTS, Variant, digest
+from .._runtime.variants import VARIANTS, FrontVariant, digest
 
 PROCESSES = 4  # at most; each takes 0.4 GB
 
 
-def build_kernel(variant: Variant):
+def build_kernel(variant: FrontVariant):
     """The kernel object of a variant."""
-    from .row_norm import RowNorm
-    from .split_k import SplitK
-    from .split_k_rows import SplitKRows
-    from .split_n import SplitN
+    from .front.row_norm import RowNorm
+    from .front.split_k import SplitK
+    from .front.split_k_rows import SplitKRows
+    from .front.split_n import SplitN
 
     match variant.schedule:
         case "split_n":
@@ -39,12 +40,12 @@ def build_kernel(variant: Variant):
             raise ValueError(f"unknown schedule {other!r}")
 
 
-def compile_variant(variant: Variant, output: Path) -> dict:
+def compile_variant(variant: FrontVariant, output: Path) -> dict:
     """Writes `output/<name>.cubin` and returns its manifest entry."""
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream
 
-    from .common import front_arguments
+    from .front.arguments import front_arguments
 
     kernel = build_kernel(variant)
     type(kernel).kernel.set_name_prefix(
@@ -63,11 +64,9 @@ def compile_variant(variant: Variant, output: Path) -> dict:
     (output / f"{variant.name}.cubin").write_bytes(cubin)
     return {
         "name": variant.name,
-        "arch": variant.arch,
-        "k": variant.k,
-        "schedule": variant.schedule,
-        "tile": variant.tile,
-        "max_batch": variant.max_batch,
+        "operator": variant.operator,
+        "key": variant.key,
+        **asdict(variant),
         "symbol": symbol,
         "threads": kernel.threads,
         "cluster": kernel.cluster,
@@ -77,7 +76,7 @@ def compile_variant(variant: Variant, output: Path) -> dict:
 
 
 def build(output: Path) -> None:
-    """Fills `output` with every cubin and the manifest that _loader.py reads."""
+    """Fills `output` with every cubin and the manifest that _runtime/loader.py reads."""
     output.mkdir(parents=True, exist_ok=True)
     # Processes, because a compilation keeps one core busy and Python's lock with it; spawned ones,
     # because JAX, which the package imports, has threads.

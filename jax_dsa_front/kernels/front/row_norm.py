@@ -9,8 +9,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from . import arithmetic, ptx
-from .common import FrontArguments, SharedMemory, chosen_layer, lane_sum, shared_address
+from .. import arithmetic, ptx
+from ..cta import SharedMemory, lane_sum, shared_address
+from .arguments import FrontArguments, chosen_layer
 
 HALVES = 2
 

@@ -1,14 +1,14 @@
-"""The public operator: `index_front` and, for a look at its choice, `explain`."""
+"""The public operator `index_front`."""
 
-import inspect
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.export
 import jax.numpy as jnp
 
-from jax_dsa_front import _checks, _primitive, _runtime
-from jax_dsa_front._primitive import Explanation
+from jax_dsa_front._front.checks import front_arguments
+from jax_dsa_front._front.lowering import OPERATOR
+from jax_dsa_front._operator import explains
 
 Index = jax.Array | int
 Implementation = Literal["cuda", "jnp"]
@@ -33,6 +33,7 @@ class IndexFront(NamedTuple):
 jax.export.register_namedtuple_serialization(IndexFront, serialized_name="jax_dsa_front.IndexFront")
 
 
+@explains(OPERATOR, front_arguments)
 def index_front(
     projected: jax.Array,
     q_norm: jax.Array,
@@ -49,7 +50,7 @@ def index_front(
     weight_offset: int,
     eps: float,
     key_eps: float,
-    cache_format: str = "fp8",
+    cache_format: str,
     weights_dtype: Any = jnp.bfloat16,
     num_heads: int | None = None,
     head_start: Index = 0,
@@ -82,16 +83,22 @@ def index_front(
                      a slot that is negative or past the end stores nothing
     layer            which layer of the stacked operands: an int, or an integer scalar array.
                      Needed as soon as one is stacked. Pass stacks whole: most slices are copied.
-                     An array out of range reads the nearest layer and stores nothing
+                     An array out of range reads the nearest layer and stores nothing. An int is
+                     part of the program: outside of jit each one is compiled anew, where an array,
+                     `jnp.int32(layer)`, shares one program
     key              bfloat16 [B, >= key_offset + 128], default `projected`
-    head_weights     bfloat16 or float32 [B, >= weight_offset + H], default `projected`
+    head_weights     bfloat16 or float32 [B, >= weight_offset + H], default `projected`. Without
+                     them key and head weights are columns of `projected` of their own; where they
+                     are to overlap, pass `projected` itself
     key_offset       first column of the key
     weight_offset    first column of the whole model's head weights
     eps, key_eps     epsilons of RMSNorm and LayerNorm, added to the mean square and the variance;
                      like weight_scale positive, finite and normal in float32
     cache_format     "fp8" (one fp32 scale per key), "mxfp8" (one UE8M0 exponent, four times) or
                      "mxfp4" (one per 32 columns)
-    weights_dtype    bfloat16 or float32
+    weights_dtype    bfloat16 or float32. Hopper's scorers of other projects take float32. bfloat16
+                     loses nothing where num_heads * 128 is a power of four and the head weights are
+                     bfloat16 (32 heads: yes, 64: no)
     num_heads        heads of the whole model if H is one shard of them, default H
     head_start       first head of this shard: an int, or with num_heads an integer scalar array
                      (clamped to range)
@@ -106,26 +113,6 @@ def index_front(
     Raises TypeError or ValueError for arguments of a wrong type, shape or range, and
     NotImplementedError under vmap, under differentiation, and for "cuda" where it cannot run.
     """
-    config, operands = _checks.front_arguments(locals())  # its names are the signature's
-    query, weights, new_cache, *scale = _primitive.index_front_p.bind(*operands, config=config)
+    config, operands = front_arguments(locals())  # its names are the signature's
+    query, weights, new_cache, *scale = OPERATOR.bind(config, operands)
     return IndexFront(query, scale[0] if scale else None, weights, new_cache)
-
-
-def explain(*args: Any, **kwargs: Any) -> Explanation:
-    """Says which implementation `index_front` would run with these arguments, and why.
-
-    Takes the arguments of `index_front`; `jax.ShapeDtypeStruct`s do for arrays. The answer is for
-    CUDA if this process has a CUDA device in JAX, else for its default platform. Nothing is
-    compiled, allocated or launched. `str()` of the result is one readable line.
-
-    Raises what `index_front` would raise, NotImplementedError for an impossible "cuda" included.
-    """
-    try:
-        bound = inspect.signature(index_front).bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(f"explain takes the arguments of index_front: {error}") from None
-    bound.apply_defaults()
-    config, operands = _checks.front_arguments(bound.arguments, abstract=True)
-    if _runtime.local_cuda_architectures():
-        return _primitive.choose_on_cuda(config, operands)
-    return _primitive.choose_elsewhere(config, jax.default_backend())

@@ -1,7 +1,7 @@
 """The cubins: cuda-python loads them, the handler launches.
 
-XLA's INITIALIZE stage asks `load` for the kernels of a device and a K the first time that they are
-needed there, also in a process that only runs programs lowered elsewhere."""
+XLA's INITIALIZE stage asks `load` for an operator's kernels of one key the first time that they are
+needed on a device, also in a process that only runs programs lowered elsewhere."""
 
 import _thread
 import ctypes
@@ -10,10 +10,11 @@ import traceback
 from types import ModuleType
 from typing import Any
 
-from jax_dsa_front import _runtime, _variants
-from jax_dsa_front._runtime import KernelUnavailableError, check
+from jax_dsa_front._runtime import library, variants
+from jax_dsa_front._runtime.library import KernelUnavailableError, check
 
-SCHEDULES = ("split_n", "split_k", "split_k_rows", "row_norm")  # as in csrc_glue/kernel_table.h
+# By operator, as in csrc_glue/kernel_table.h
+SCHEDULES = {"index_front": ("split_n", "split_k", "split_k_rows", "row_norm")}
 
 
 class _Kernel(ctypes.Structure):
@@ -37,13 +38,16 @@ _load_lock = threading.RLock()
 _libraries: dict[str, Any] = {}
 
 
-@ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32)
-def load(device: int, k: int, message: int, message_bytes: int) -> int:
-    """Called by the handler: publishes the kernels of (device, k); 1 with a sentence in `message`
-    on failure."""
+@ctypes.CFUNCTYPE(
+    *(ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, ctypes.c_int64),
+    *(ctypes.c_void_p, ctypes.c_int32),
+)
+def load(device: int, operator: int, key: int, message: int, message_bytes: int) -> int:
+    """Called by the handler: publishes an operator's kernels of one key on a device; 1 with a
+    sentence in `message` on failure."""
     try:
         with _load_lock:
-            _publish(device, k)
+            _publish(device, variants.OPERATORS[operator], key)
     except BaseException as error:  # nothing may pass through the C++ frames above
         if isinstance(error, KeyboardInterrupt):
             again = threading.Timer(0.1, _interrupt_main)  # when the C++ frames are gone
@@ -65,8 +69,8 @@ def _interrupt_main() -> None:
         _thread.interrupt_main()
 
 
-def _publish(device: int, k: int) -> None:
-    driver = _runtime.bindings()
+def _publish(device: int, operator: str, key: int) -> None:
+    driver = library.bindings()
     attribute = driver.CUdevice_attribute
     handle = check(driver, driver.cuDeviceGet(device))
     major, minor = (
@@ -76,18 +80,22 @@ def _publish(device: int, k: int) -> None:
             attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
         )
     )
-    arch = _variants.architecture((major, minor))
-    reason = _variants.unsupported(k, 0, arch)
+    arch = variants.architecture((major, minor))
+    reason = variants.unsupported(operator, key, arch)
     if reason is not None:
         raise KernelUnavailableError(
             f"CUDA device {device} cannot run this program: {reason}; "
             'lower it with implementation="jnp"'
         )
-    manifest = _runtime.manifest_entries()
-    entries = [entry for entry in manifest if (entry["arch"], entry["k"]) == (arch, k)]
+    entries = [
+        entry
+        for entry in library.manifest_entries()
+        if (entry["operator"], entry["arch"], entry["key"]) == (operator, arch, key)
+    ]
     if not entries:
+        asked = f"{operator} for {arch} and {variants.key_text(operator, key)}"
         raise KernelUnavailableError(
-            f"the manifest has no kernel for {arch} and K = {k}; reinstall jax_dsa_front"
+            f"the manifest has no kernel of {asked}; reinstall jax_dsa_front"
         )
     # XLA's own context, kept for the process's life
     context = check(driver, driver.cuDevicePrimaryCtxRetain(handle))
@@ -96,11 +104,13 @@ def _publish(device: int, k: int) -> None:
         kernels = (_Kernel * len(entries))(*(_kernel(driver, entry, handle) for entry in entries))
     finally:
         check(driver, driver.cuCtxPopCurrent())
-    library = _runtime.library
-    assert library is not None
+    assert library.handler is not None
     names = ("cuLaunchKernelEx", "cuTensorMapEncodeTiled", "cuGetErrorName")
     entry_points = [_entry_point(driver, name) for name in names]
-    library.JaxDsaFrontPublish(device, k, kernels, len(entries), *entry_points)
+    operator_number = variants.OPERATORS.index(operator)
+    library.handler.JaxDsaFrontPublish(
+        device, operator_number, key, kernels, len(entries), *entry_points
+    )
 
 
 def _kernel(driver: ModuleType, entry: dict[str, Any], device: Any) -> _Kernel:
@@ -108,7 +118,7 @@ def _kernel(driver: ModuleType, entry: dict[str, Any], device: Any) -> _Kernel:
     current."""
     name = entry["name"]
     if name not in _libraries:
-        cubin = _runtime.cubin(entry)
+        cubin = library.cubin(entry)
         loaded = driver.cuLibraryLoadData(cubin, None, None, 0, None, None, 0)
         _libraries[name] = check(driver, loaded)
     kernel = check(driver, driver.cuLibraryGetKernel(_libraries[name], entry["symbol"].encode()))
@@ -123,7 +133,7 @@ def _kernel(driver: ModuleType, entry: dict[str, Any], device: Any) -> _Kernel:
     function = check(driver, driver.cuKernelGetFunction(kernel))
     return _Kernel(
         handle=int(kernel),
-        schedule=SCHEDULES.index(entry["schedule"]),
+        schedule=SCHEDULES[entry["operator"]].index(entry["schedule"]),
         tile=entry["tile"],
         max_batch=entry["max_batch"] or 0,
         threads=entry["threads"],

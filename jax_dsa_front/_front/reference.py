@@ -1,4 +1,4 @@
-"""The operator in plain `jax.numpy`: specification, portable implementation and test oracle.
+"""`index_front` in plain `jax.numpy`: specification, portable implementation and test oracle.
 
 Axes: B rows (tokens), P packed columns, K query latent, H heads, L layers, 128 head width.
 
@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_dsa_front import _scoring
-from jax_dsa_front._config import HEAD_DIM, STACKABLE, FrontConfig
+from jax_dsa_front import _cache
+from jax_dsa_front._cache import HEAD_DIM
+from jax_dsa_front._front.config import STACKABLE, FrontConfig
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
@@ -156,7 +157,7 @@ def _e2m1(values: jax.Array, exponent: jax.Array) -> jax.Array:
 
 
 def reference_front(
-    config: FrontConfig, *operands: jax.Array, isolate_layers: bool = True
+    config: FrontConfig, *operands: jax.Array, on_cuda: bool = False
 ) -> tuple[jax.Array, ...]:
     """`index_front` on operands that have been checked.
 
@@ -164,7 +165,7 @@ def reference_front(
     head_weights, then the int32 scalars layer and head_start where the config says so.
     Returns query, weights, cache and, for mxfp4, query_scale.
 
-    `isolate_layers` is for XLA on CPU, see `_isolated_slice_of`.
+    `on_cuda`: XLA needs no help with layers there, see `_isolated_slice_of`.
     """
     projected, q_norm, wq_b, key_norm_weight, key_norm_bias = operands[:5]
     cache, slots, key, head_weights, *scalars = operands[5:]
@@ -179,12 +180,18 @@ def reference_front(
 
     gamma, matrix = of_layer(q_norm, 1), wq_b
     if wq_b.ndim == 3:
-        matrix = (_isolated_slice_of if isolate_layers else _slice_of)(wq_b, own_layer)
+        matrix = (_slice_of if on_cuda else _isolated_slice_of)(wq_b, own_layer)
     heads, latent = matrix.shape[0] // HEAD_DIM, matrix.shape[1]
 
     normed = rms_norm(projected[:, :latent], gamma, config.eps).astype(jnp.bfloat16)
     contract_latent = (((1,), (1,)), ((), ()))
-    values = lax.dot_general(normed, matrix, contract_latent, preferred_element_type=jnp.float32)
+    values = lax.dot_general(
+        normed,
+        matrix,
+        contract_latent,
+        precision=lax.Precision.DEFAULT,  # else jax_default_matmul_precision changes the sums
+        preferred_element_type=jnp.float32,
+    )
     values = round_bf16(values).reshape(values.shape[0], heads, HEAD_DIM)
 
     first = config.weight_offset + _clamp(head_start, config.num_heads - heads + 1)
@@ -198,19 +205,19 @@ def reference_front(
     if config.cache_format == "mxfp4":
         query4, key4 = quantize_mxfp4(values), quantize_mxfp4(normed_key)
         query, folded = query4.codes, own_weights
-        query_scale = (_scoring.join_bytes(query4.exponents),)
+        query_scale = (_cache.join_bytes(query4.exponents),)
         cached = jnp.concatenate([key4.codes, key4.exponents], axis=-1)
     else:
         query8, key8 = quantize_fp8(values, QUERY_FLOOR), quantize_fp8(normed_key, KEY_FLOOR)
         query = lax.bitcast_convert_type(query8.codes, jnp.float8_e4m3fn)
         folded, query_scale = own_weights * query8.scale, ()
-        scale = _scoring.encode_scale(key8.scale, config.cache_format)
+        scale = _cache.encode_scale(key8.scale, config.cache_format)
         cached = jnp.concatenate([key8.codes, scale], axis=-1)
 
     weights = (folded * jnp.float32(config.weight_scale)).astype(config.weights_dtype)
     if config.has_layer_operand:  # a layer that does not exist inserts nothing
         slots = jnp.where((layer >= 0) & (layer < layers), slots, -1)
-    cache = _scoring.insert_rows(cache, cached, slots, own_layer)
+    cache = _cache.insert_rows(cache, cached, slots, own_layer)
     return query, weights, cache, *query_scale
 
 

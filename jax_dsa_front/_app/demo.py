@@ -18,9 +18,9 @@ import numpy as np
 from jax import lax
 
 import jax_dsa_front as dsa
-from jax_dsa_front import _recorded, _terminal
-from jax_dsa_front._api import Implementation
-from jax_dsa_front._primitive import TARGET
+from jax_dsa_front._app import recorded, terminal
+from jax_dsa_front._front.api import Implementation
+from jax_dsa_front._runtime.library import INDEX_FRONT
 
 HEADS, K, WIDTH = 32, 1536, 256  # indexer heads, query latent, hidden state (columns)
 LAYERS, BATCH, PAGE = 4, 8, 64
@@ -101,7 +101,7 @@ def decode(
     """
 
     def token_step(cache: jax.Array, position: jax.Array) -> tuple[jax.Array, Any]:
-        slots = slots_of(block_table, position)
+        slots = dsa.slots_of(block_table, jnp.full(BATCH, position), PAGE)
 
         def layer_step(carry: tuple[jax.Array, jax.Array], layer: jax.Array):
             hidden, cache = carry
@@ -119,11 +119,6 @@ def decode(
         return cache, record
 
     return lax.scan(token_step, cache, position + jnp.arange(CHUNK))
-
-
-def slots_of(block_table: jax.Array, positions: jax.Array) -> jax.Array:
-    """Slots of the tokens at `positions` of every sequence, [BATCH, ...]."""
-    return block_table[:, positions // PAGE] * PAGE + positions % PAGE
 
 
 @jax.jit
@@ -172,22 +167,22 @@ def run(cache_format: str) -> int:
     )
 
     model, history = make_model(0), make_history(1)
-    with _terminal.Progress("fill the cache", CONTEXT // (PAGE * CHUNK)) as progress:
+    with terminal.Progress("fill the cache", CONTEXT // (PAGE * CHUNK)) as progress:
         for first in range(0, CONTEXT, PAGE * CHUNK):
             positions = jnp.arange(first, first + PAGE * CHUNK)
             tokens = history[:, positions].reshape(-1, WIDTH)
-            slots = slots_of(block_table, positions).ravel()
+            slots = dsa.slots_of(block_table, jnp.tile(positions, (BATCH, 1)), PAGE).ravel()
             cache = jax.block_until_ready(prefill(model, tokens, cache, slots, cache_format))
             progress.advance()
 
-    with _terminal.Progress("compile", 1) as progress:
+    with terminal.Progress("compile", 1) as progress:
         arguments = (model, history, cache, block_table, jnp.int32(CONTEXT))
         compiled = decode.lower(*arguments, cache_format).compile()
         progress.advance()
 
     seconds, records = [], []
     address = cache.unsafe_buffer_pointer()
-    with _terminal.Progress("decode", STEPS // CHUNK) as progress:
+    with terminal.Progress("decode", STEPS // CHUNK) as progress:
         for position in range(CONTEXT, LENGTH, CHUNK):
             before = time.perf_counter()
             cache, record = compiled(model, history, cache, block_table, jnp.int32(position))
@@ -197,23 +192,24 @@ def run(cache_format: str) -> int:
             progress.advance()
     in_place = cache.unsafe_buffer_pointer() == address
     rows, chosen = (jnp.concatenate(part) for part in zip(*records, strict=True))
-    with _terminal.Progress("measure recall", 1) as progress:
+    with terminal.Progress("measure recall", 1) as progress:
         recall = recall_of(model, history, rows, chosen)
         progress.advance()
 
     explanation = dsa.explain(
-        *(rows[0, 0], *model[1:], cache, slots_of(block_table, jnp.int32(0)), jnp.int32(0)),
+        dsa.index_front,
+        *(rows[0, 0], *model[1:], cache, jnp.zeros(BATCH, jnp.int32), jnp.int32(0)),
         **FRONT,
         cache_format=cache_format,
     )
-    calls = (compiled.as_text() or "").count(f'"{TARGET}"')
+    calls = (compiled.as_text() or "").count(f'"{INDEX_FRONT}"')
     checks = []
     implementations: list[Implementation] = ["jnp"]
     if explanation.implementation == "cuda":
         implementations.insert(0, "cuda")
     for implementation in implementations:
-        with _terminal.Progress(f"golden ({implementation})", len(_recorded.cases())) as progress:
-            checks.append(_recorded.check(implementation, progress.advance))
+        with terminal.Progress(f"golden ({implementation})", len(recorded.cases())) as progress:
+            checks.append(recorded.check(implementation, progress.advance))
 
     step = statistics.median(seconds)
     kept = "updated in place" if in_place else "MOVED: it was copied"
@@ -237,7 +233,7 @@ def run(cache_format: str) -> int:
         *(("golden vectors", str(check)) for check in checks),
         ("total time", f"{time.perf_counter() - start:.1f} s"),
     ]
-    print("\n" + _terminal.table("jax_dsa_front demo", lines))
+    print("\n" + terminal.table("jax_dsa_front demo", lines))
     if all(check.passed for check in checks):
         return 0
     print("FAILED: the outputs of the original kernel are not reproduced", file=sys.stderr)

@@ -4,7 +4,7 @@ A CTA's piece of `wq_b` is one contiguous block, brought in by 8 bulk copies. Ea
 quarter of the columns of the activations and multicasts it to the four. Eight warps split K; the
 weights are the A operand of mma.sync, the normalised rows stay in registers as B.  Only the
 amplitude of a head (4 bytes per row and CTA) goes back through the cluster.  A ninth warp issues
-the copies and inserts the keys.  docs/design.md has the picture.
+the copies and inserts the keys.  docs/kernels.md has the picture.
 
 Runs on any architecture with clusters (sm_90 and later).
 """
@@ -13,20 +13,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from . import arithmetic, ptx
-from .common import (
+from .. import arithmetic, ptx
+from ..cta import SharedMemory, lane_sum, open_barriers, shared_address
+from .arguments import (
     FLAG_MXFP4,
     FrontArguments,
-    SharedMemory,
     chosen_layer,
     first_head,
-    insert_key,
-    lane_sum,
     load_head_weight,
-    open_barriers,
-    shared_address,
     store_weight,
 )
+from .key import insert_key
 from .quantise import FP8_QUERY_FLOOR, fp4_codes, fp4_scale, fp8_scale, magnitude
 
 CLUSTER = 4
@@ -38,7 +35,7 @@ COPIES = 8  # of 4 rows each
 # Copies of weights that start before those of the activations, and before the warps have read the
 # activations. Both tune one thing: activations behind the whole stream take 3-7 k clocks instead of
 # 1 k, and the stream must not run dry while they are waited for. One copy more or less on either
-# side costs 2 to 15 % (docs/performance.md).
+# side costs 2 to 15 % (docs/kernels.md).
 EARLY_COPIES = 1
 LATE_COPIES = 4
 CHAINS = 2  # independent accumulators per 16 rows

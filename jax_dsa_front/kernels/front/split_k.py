@@ -4,7 +4,7 @@ rows and half of K.
 The weights are the A operand of wgmma and come as 128-byte swizzled TMA tiles through a ring; the
 normalised rows are B, with the batch as N.  Each CTA finishes half of the tile's rows: it sends the
 partial sums of the others to its peer.  A ninth warp issues the copies and inserts the keys.
-docs/design.md has the picture.
+docs/kernels.md has the picture.
 
 Clusters of 2 with one CTA per SM fit 66 times on 132 SMs, clusters of 4 only 30 times.
 """
@@ -14,21 +14,17 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32, Uint64
 from cutlass.cute.nvgpu import cpasync
 
-from . import arithmetic, ptx
-from .common import (
+from .. import arithmetic, ptx
+from ..cta import SharedMemory, lane_max, lane_sum, open_barriers, shared_address
+from .arguments import (
     FLAG_MXFP4,
     FrontArguments,
-    SharedMemory,
     chosen_layer,
     first_head,
-    insert_key,
-    lane_max,
-    lane_sum,
     load_head_weight,
-    open_barriers,
-    shared_address,
     store_weight,
 )
+from .key import insert_key
 from .quantise import FP8_QUERY_FLOOR, fp4_codes, fp4_scale, fp8_scale, fp8_word
 
 CLUSTER = 2
@@ -39,7 +35,7 @@ CHUNK_BYTES = 128 * CHUNK * 2
 SHARED_LIMIT = 232448  # bytes per CTA on sm_90
 # Weight chunks whose copies start at once, and until the barriers are there (1,700 clocks); the
 # others wait until the activations have arrived. Behind the whole stream these would take 3-7 k
-# clocks, and the stream must not run dry meanwhile: docs/performance.md has what else was tried.
+# clocks, and the stream must not run dry meanwhile: docs/kernels.md has what else was tried.
 EARLY_CHUNKS = 2
 MIDDLE_CHUNKS = 4
 FIRST_CHUNKS = 4  # of the first piece of y; the partial sums take their place in y

@@ -8,10 +8,11 @@ import hashlib
 import json
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-CUBINS = Path(__file__).parent / "cubins"
+from jax_dsa_front._runtime.files import built
+
+CUBINS = built("cubins")
 MANIFEST = CUBINS / "manifest.json"
 
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
@@ -20,12 +21,14 @@ LATENT_WIDTHS = (1280, 1536, 2048)  # K: query ranks of public DSA models
 
 
 @dataclass(frozen=True)
-class Variant:
-    """One cubin.
+class FrontVariant:
+    """One cubin of `index_front`.
 
-    `schedule` names the module in `kernels/`; `tile` is the number of batch rows per cluster;
+    `schedule` names the module in `kernels/front/`; `tile` is the number of batch rows per cluster;
     `max_batch` is where the next variant of the same architecture and K takes over (None: nowhere).
     """
+
+    operator: ClassVar[str] = "index_front"
 
     arch: str
     k: int
@@ -38,27 +41,35 @@ class Variant:
         """File name of the cubin without its ending, and the kernel's symbol."""
         return f"index_front_{self.arch}_k{self.k}_{self.schedule}_b{self.tile}"
 
+    @property
+    def key(self) -> int:
+        """What a call asks for kernels by: one key's are loaded together."""
+        return self.k
 
-def _shipped() -> tuple[Variant, ...]:
+
+def _front_variants() -> tuple[FrontVariant, ...]:
     variants = []
     for arch in ARCHITECTURES:
         for k in LATENT_WIDTHS:
             if arch == "sm_90a":
                 # K = 2048 leaves room for one CTA per SM: 32 clusters would take two waves.
                 if k <= 1536:
-                    variants.append(Variant(arch, k, "split_n", 8, max_batch=8))
-                variants.append(Variant(arch, k, "split_k", 32))
-                variants.append(Variant(arch, k, "split_k_rows", 64))
-                variants.append(Variant(arch, k, "split_k_rows", 128))
-                variants.append(Variant(arch, k, "row_norm", 1))
+                    variants.append(FrontVariant(arch, k, "split_n", 8, max_batch=8))
+                variants.append(FrontVariant(arch, k, "split_k", 32))
+                variants.append(FrontVariant(arch, k, "split_k_rows", 64))
+                variants.append(FrontVariant(arch, k, "split_k_rows", 128))
+                variants.append(FrontVariant(arch, k, "row_norm", 1))
             else:  # wgmma is Hopper's alone
-                variants.append(Variant(arch, k, "split_n", 8))
+                variants.append(FrontVariant(arch, k, "split_n", 8))
     return tuple(variants)
 
 
-# In order of preference for a given architecture and K: one with a `max_batch` up to that batch;
-# above, the first whose grid runs in one wave, else the last.
-VARIANTS = _shipped()
+# The front's in order of preference for a given architecture and K: one with a `max_batch` up to
+# that batch; above, the first whose grid runs in one wave, else the last.
+VARIANTS = _front_variants()
+
+# The operators that have kernels; their places are `Operator` of csrc_glue/kernel_table.h.
+OPERATORS = ("index_front",)
 
 # implementation=None takes the jnp form above this batch: the largest at which the kernel was
 # measured, and found the faster of the two (docs/performance.md). Architectures that nobody has
@@ -72,8 +83,20 @@ def architecture(compute_capability: tuple[int, int]) -> str:
     return f"sm_{major}{minor}a"
 
 
-def unsupported(k: int, pitch: int, arch: str, heads: int = 1, batch: int = 1) -> str | None:
-    """One sentence why no shipped kernel takes these; None if one does.
+def unsupported(operator: str, key: int, arch: str) -> str | None:
+    """One sentence why an operator has no shipped kernels of this key; None if it has some."""
+    assert operator == "index_front"
+    return front_unsupported(key, 0, arch)
+
+
+def key_text(operator: str, key: int) -> str:
+    """The key in the words of a message."""
+    assert operator == "index_front"
+    return f"K = {key}"
+
+
+def front_unsupported(k: int, pitch: int, arch: str, heads: int = 1, batch: int = 1) -> str | None:
+    """One sentence why no shipped kernel of `index_front` takes these; None if one does.
 
     `k`: width of the query latent; `pitch`: width of `projected` (elements).
     """
@@ -96,8 +119,8 @@ def unsupported(k: int, pitch: int, arch: str, heads: int = 1, batch: int = 1) -
     return None
 
 
-def jnp_is_faster(arch: str, batch: int) -> bool:
-    """Whether `implementation=None` takes the jnp form although a kernel fits."""
+def front_jnp_is_faster(arch: str, batch: int) -> bool:
+    """Whether `implementation=None` takes `index_front`'s jnp form although a kernel fits."""
     return batch > KERNEL_MAX_BATCH[arch]
 
 

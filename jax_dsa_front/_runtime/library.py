@@ -1,7 +1,7 @@
 """The handler library and the driver: registration with JAX, and what a machine lacks.
 
 Importing this module opens the small handler library and nothing else: no driver, no CUDA package,
-no backend.  _loader.py loads the kernels."""
+no backend.  loader.py loads the kernels."""
 
 import atexit
 import ctypes
@@ -19,10 +19,15 @@ from typing import Any
 
 import jax
 
-from jax_dsa_front import _variants
+from jax_dsa_front._runtime import variants
+from jax_dsa_front._runtime.files import built
 
-LIBRARY = Path(__file__).parent / "libjax_dsa_front.so"
-TARGET = "jax_dsa_front.index_front.v1"
+LIBRARY = built("libjax_dsa_front.so")
+INDEX_FRONT = "jax_dsa_front.index_front.v1"
+# The calls that programs may hold, and the C functions behind them. A target's name carries the
+# version of its operands and attributes; one that was ever exported is served for ever.
+TARGETS = {INDEX_FRONT: "JaxDsaFrontIndexFront{}"}
+STAGES = ("Initialize", "Execute")
 # As cuDriverGetVersion counts: CUDA 12.4, whose XLA records custom calls into graphs
 MINIMUM_DRIVER = 12040
 
@@ -30,7 +35,7 @@ MINIMUM_DRIVER = 12040
 def _only_copy() -> ModuleType:
     """A mark of this copy for the process. Two copies, also the same one imported anew, would
     register two handlers under one name, which breaks JAX's backends."""
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parents[1])
     mark = sys.modules.setdefault("_jax_dsa_front_copy", ModuleType(here))
     if mark.__name__ != here:
         raise ImportError(
@@ -57,11 +62,11 @@ class KernelUnavailableError(RuntimeError):
 
 # C functions of the handler library
 SYMBOLS = (
-    *("JaxDsaFrontFfiMinor", "JaxDsaFrontInitialize", "JaxDsaFrontExecute", "JaxDsaFrontLaunch"),
-    *("JaxDsaFrontSetLoader", "JaxDsaFrontPublish", "JaxDsaFrontClose"),
+    *("JaxDsaFrontFfiMinor", "JaxDsaFrontSetLoader", "JaxDsaFrontPublish", "JaxDsaFrontClose"),
+    *(symbol.format(stage) for symbol in TARGETS.values() for stage in (*STAGES, "Launch")),
 )
 _registration_error: str | None = "jax_dsa_front was not imported as a package"
-library: ctypes.CDLL | None = None
+handler: ctypes.CDLL | None = None
 """The registered handler library."""
 
 
@@ -71,40 +76,41 @@ library: ctypes.CDLL | None = None
 def register(load: Any) -> None:
     """Opens the handler library and registers it with JAX for CUDA; remembers why not where it
     cannot. `load` is the C callback that the library asks for kernels."""
-    global library, _registration_error
+    global handler, _registration_error
     _mark.registered = True  # type: ignore[attr-defined]
     if not LIBRARY.exists():
-        _give_up(NOT_BUILT.format("handler library is"), silently=not _variants.MANIFEST.exists())
+        _give_up(NOT_BUILT.format("handler library is"), silently=not variants.MANIFEST.exists())
         return
     try:
-        handler = _opened(LIBRARY)
+        opened = _opened(LIBRARY)
     except OSError as error:
         _give_up(f"the handler library cannot be loaded ({error}); reinstall jax_dsa_front")
         return
-    built, accepted = handler.JaxDsaFrontFfiMinor(), _accepted_ffi_minor()
-    if accepted is not None and built > accepted:
+    spoken, accepted = opened.JaxDsaFrontFfiMinor(), _accepted_ffi_minor()
+    if accepted is not None and spoken > accepted:
         # XLA would refuse it silently on CUDA: "No FFI handler registered" at the first compilation
         _give_up(
-            f"the handler speaks XLA FFI 0.{built}, the installed jaxlib only 0.{accepted}; "
+            f"the handler speaks XLA FFI 0.{spoken}, the installed jaxlib only 0.{accepted}; "
             "install a newer jaxlib, or build jax_dsa_front against this one"
         )
         return
-    handler.JaxDsaFrontSetLoader.argtypes = [ctypes.c_void_p]
-    handler.JaxDsaFrontPublish.argtypes = [
-        *(ctypes.c_int32, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32),
+    opened.JaxDsaFrontSetLoader.argtypes = [ctypes.c_void_p]
+    opened.JaxDsaFrontPublish.argtypes = [
+        *(ctypes.c_int32, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32),
         *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
     ]
-    stages = {
-        "initialize": jax.ffi.pycapsule(handler.JaxDsaFrontInitialize),
-        "execute": jax.ffi.pycapsule(handler.JaxDsaFrontExecute),
-    }
-    jax.ffi.register_ffi_target(TARGET, stages, platform="CUDA")
-    handler.loader = load  # type: ignore[attr-defined]  # called also when its module is gone
-    handler.JaxDsaFrontSetLoader(ctypes.cast(load, ctypes.c_void_p))
-    atexit.register(handler.JaxDsaFrontClose)
+    for target, symbol in TARGETS.items():
+        stages = {
+            stage.lower(): jax.ffi.pycapsule(getattr(opened, symbol.format(stage)))
+            for stage in STAGES
+        }
+        jax.ffi.register_ffi_target(target, stages, platform="CUDA")
+    opened.loader = load  # type: ignore[attr-defined]  # called also when its module is gone
+    opened.JaxDsaFrontSetLoader(ctypes.cast(load, ctypes.c_void_p))
+    atexit.register(opened.JaxDsaFrontClose)
     # A forked child has none of the parent's threads, so it must not wait for a load of theirs.
-    os.register_at_fork(after_in_child=lambda: atexit.unregister(handler.JaxDsaFrontClose))
-    library, _registration_error = handler, None
+    os.register_at_fork(after_in_child=lambda: atexit.unregister(opened.JaxDsaFrontClose))
+    handler, _registration_error = opened, None
 
 
 def _give_up(reason: str, silently: bool = False) -> None:
@@ -127,11 +133,11 @@ def _opened(path: Path) -> ctypes.CDLL:
         each, count = struct.unpack_from("<HH", header, 0x3A)
         if path.stat().st_size < start + each * count:
             raise OSError(f"{path} is truncated")
-    handler = ctypes.CDLL(str(path))
-    lacks = [name for name in SYMBOLS if not hasattr(handler, name)]
+    opened = ctypes.CDLL(str(path))
+    lacks = [name for name in SYMBOLS if not hasattr(opened, name)]
     if lacks:
         raise OSError(f"{path} has no {lacks[0]}")
-    return handler
+    return opened
 
 
 def registration_error() -> str | None:
@@ -156,35 +162,47 @@ def _accepted_ffi_minor() -> int | None:
 # What is there ------------------------------------------------------------------------------------
 
 
-def missing(k: int | None = None) -> str | None:
-    """One sentence naming what this process lacks to run the kernels of one K, or of all; None if
-    nothing."""
+def missing(operator: str | None = None, key: int | None = None) -> str | None:
+    """One sentence naming what this process lacks to run an operator's kernels of one key, or all
+    kernels; None if nothing.
+
+    Driver and devices come first: whoever has none of them need not install anything."""
     if _registration_error is not None:
         return _registration_error
     try:
         manifest_entries()
-        bindings()
         architectures = local_cuda_architectures()
         if not architectures:
-            return "JAX sees no CUDA device in this process"
-        _look_at_cubins(architectures, k)
+            return _no_cuda_device()
+        bindings()
+        _look_at_cubins(architectures, operator, key)
     except KernelUnavailableError as error:
         return str(error)
     return None
 
 
+def _no_cuda_device() -> str:
+    """Why JAX has none, as far as one can see without starting the driver."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "this machine has no NVIDIA driver (libcuda.so.1)"
+    return "JAX sees no CUDA device in this process"
+
+
 @functools.cache
-def _look_at_cubins(architectures: tuple[str, ...], k: int | None) -> None:
+def _look_at_cubins(architectures: tuple[str, ...], operator: str | None, key: int | None) -> None:
     """Raises if one is not whole: a call that fails when it is loaded may have taken a donated
     cache with it. Takes 1 ms, the first time."""
     for entry in manifest_entries():
-        if entry["arch"] in architectures and k in (None, entry["k"]):
+        asked = operator in (None, entry["operator"]) and key in (None, entry["key"])
+        if asked and entry["arch"] in architectures:
             cubin(entry)
 
 
 def cubin(entry: dict[str, Any]) -> bytes:
     """The file that an entry of the manifest describes."""
-    path = _variants.CUBINS / f"{entry['name']}.cubin"
+    path = variants.CUBINS / f"{entry['name']}.cubin"
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -201,7 +219,7 @@ def cubin(entry: dict[str, Any]) -> bytes:
 def manifest_entries() -> list[dict[str, Any]]:
     """The manifest's entries; they decide how much memory a launch gets, so not one may differ."""
     try:
-        return _variants.manifest()["kernels"]
+        return variants.manifest()["kernels"]
     except FileNotFoundError as error:
         raise KernelUnavailableError(NOT_BUILT.format("cubins are")) from error
     except OSError as error:
@@ -223,7 +241,7 @@ def local_cuda_architectures() -> tuple[str, ...]:
     capabilities = [
         tuple(map(int, str(device.compute_capability).split("."))) for device in devices
     ]
-    return tuple(_variants.architecture((major, minor)) for major, minor in capabilities)
+    return tuple(variants.architecture((major, minor)) for major, minor in capabilities)
 
 
 def bindings() -> ModuleType:

@@ -13,8 +13,10 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Uint64
 from cutlass.cute.nvgpu import cpasync
 
-from . import arithmetic, ptx
-from .common import FrontArguments, SharedMemory, chosen_layer, insert_key, shared_address
+from .. import arithmetic, ptx
+from ..cta import SharedMemory, shared_address
+from .arguments import FrontArguments, chosen_layer
+from .key import insert_key
 from .split_k import CHUNK, CHUNK_BYTES, CLUSTER, SHARED_LIMIT, WARPS, SplitK
 
 THREADS = 32 * (WARPS + 2)

@@ -1,14 +1,14 @@
 """Scales and codes of the formats, and the amplitudes they follow from.
 
-The numbers are those of _reference.py. Amplitudes are compared as integers (for non-negative floats
-the same order, with infinities and NaN on top), so that one comparison also finds the non-finite
-ones."""
+The numbers are those of _front/reference.py. Amplitudes are compared as integers (for non-negative
+floats the same order, with infinities and NaN on top), so that one comparison also finds the
+non-finite ones."""
 
 import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
-from . import arithmetic
-from .arithmetic import multiply
+from .. import arithmetic
+from ..arithmetic import multiply
 
 FP8_QUERY_FLOOR = 0x2EDBE6FF  # 1e-10
 FP8_KEY_FLOOR = 0x38D1B717  # 1e-4

@@ -1,12 +1,6 @@
-"""The static facts of one `index_front` call, and the constants of the formats."""
+"""The static facts of one `index_front` call, and its operands."""
 
 import dataclasses
-
-HEAD_DIM = 128
-"""Width of an indexer head and of a key, in elements."""
-
-ROW_BYTES = {"fp8": 132, "mxfp8": 132, "mxfp4": 68}
-"""Bytes of one cached token per cache format: its packed values and four scale bytes."""
 
 ARRAYS = (
     "projected",
@@ -22,7 +16,6 @@ They are operands 1 to 5 of the primitive, in this order.
 """
 
 WEIGHTS_DTYPES = ("bfloat16", "float32")
-IMPLEMENTATIONS = ("cuda", "jnp")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jax_dsa_front import _terminal
-from jax_dsa_front._config import ROW_BYTES
+from jax_dsa_front._app import terminal
+from jax_dsa_front._cache import ROW_BYTES
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "cuda-bindings", "numpy")
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="jax-dsa-front",
-        description="The indexer front of DeepSeek Sparse Attention as one JAX operator.",
+        description="The lightning indexer of DeepSeek Sparse Attention for JAX.",
     )
     parser.add_argument(
         "command",
@@ -42,21 +42,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="fp8",
         help="format of the demo's key cache (default: fp8)",
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {_own_version()}")
     options = parser.parse_args(arguments)
     try:
         if options.command == "info":
-            print("\n".join(_terminal.row(label, text) for label, text in info()), flush=True)
+            print("\n".join(terminal.row(label, text) for label, text in info()), flush=True)
             return 0
-        from jax_dsa_front import _demo, _recorded, _runtime
+        from jax_dsa_front._app import demo, recorded
+        from jax_dsa_front._runtime import library
 
-        if not _recorded.FOLDER.exists():
-            print(_runtime.NOT_BUILT.format("recorded outputs are"), file=sys.stderr)
+        if not recorded.FOLDER.exists():
+            print(library.NOT_BUILT.format("recorded outputs are"), file=sys.stderr)
             return 2
         obstacle = _no_device()
         if obstacle is not None:
             print(obstacle, file=sys.stderr)
             return 2
-        return _demo.run(options.cache_format)
+        return demo.run(options.cache_format)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -69,7 +71,7 @@ def info() -> list[tuple[str, str]]:
     """Labelled lines about this installation; a line that cannot be had says why."""
     questions: list[tuple[str, Callable[[], str]]] = [
         ("jax_dsa_front", _own_version),
-        ("installed in", lambda: str(Path(__file__).parent)),
+        ("installed in", lambda: str(Path(__file__).parents[1])),
         ("python", _python),
         *((name, lambda name=name: _version(name)) for name in PACKAGES),
         ("environment", _environment),
@@ -161,11 +163,11 @@ def _devices() -> str:
 
 
 def _kernels() -> str:
-    from jax_dsa_front import _variants
+    from jax_dsa_front._runtime import variants
 
-    if not _variants.MANIFEST.exists():
+    if not variants.MANIFEST.exists():
         return "none: the package was not built (its cubins are missing)"
-    manifest = _variants.manifest()
+    manifest = variants.manifest()
     widths: dict[str, set[int]] = {}
     for kernel in manifest["kernels"]:
         widths.setdefault(kernel["arch"], set()).add(kernel["k"])
@@ -175,20 +177,20 @@ def _kernels() -> str:
 
 
 def _registration() -> str:
-    from jax_dsa_front import _runtime
+    from jax_dsa_front._runtime import library
 
-    error = _runtime.registration_error()
-    return error or f"{_runtime.TARGET} is registered for CUDA"
+    error = library.registration_error()
+    return error or f"{', '.join(library.TARGETS)} registered for CUDA"
 
 
 def _kernel_can_run() -> str:
-    from jax_dsa_front import _runtime
+    from jax_dsa_front._runtime import library
 
-    obstacle = _runtime.missing()
+    obstacle = library.missing()
     return (
         f"no: {obstacle}"
         if obstacle
-        else f"yes, on {', '.join(_runtime.local_cuda_architectures())}"
+        else f"yes, on {', '.join(library.local_cuda_architectures())}"
     )
 
 
@@ -212,5 +214,5 @@ def _choice(batch: int) -> str:
         ((batch,), jnp.int32),
     ]
     operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-    static = dict(key_offset=1536, weight_offset=1664, eps=1e-6, key_eps=1e-6)
-    return str(dsa.explain(*operands, **static))
+    static = dict(key_offset=1536, weight_offset=1664, eps=1e-6, key_eps=1e-6, cache_format="fp8")
+    return str(dsa.explain(dsa.index_front, *operands, **static))

@@ -1,0 +1,1 @@
+"""The handler library, the cubins, and what a machine lacks to run them."""

@@ -1,0 +1,1 @@
+"""`index_scores`: api, checks, the static facts of a call, the jnp form, the operator."""
