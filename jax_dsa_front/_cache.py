@@ -123,7 +123,7 @@ def read_keys(
     _rules.array("slots", slots)
     slots = check_slots(slots, cache)
     static, operand = _rules.layer(layer, {"cache": cache}, SHAPES)
-    _operator.refuse_explicit_axes("read_keys", cache, slots)
+    _operator.refuse_explicit_axes("read_keys", *map(jax.typeof, (cache, slots)))
     return _read_keys(cache, slots, operand if static is None else np.int32(static), cache_format)
 
 
@@ -152,7 +152,7 @@ def slots_of(block_table: jax.Array, positions: jax.Array, page_size: int) -> ja
     check_block_table(block_table, positions.shape[0], "positions")
     block_table = _rules.indices("block_table", block_table, MAX_PAGES)
     positions = _rules.indices("positions", positions, block_table.shape[1] * page_size)
-    _operator.refuse_explicit_axes("slots_of", block_table, positions)
+    _operator.refuse_explicit_axes("slots_of", *map(jax.typeof, (block_table, positions)))
     return _slots_of(block_table, positions, page_size)
 
 
@@ -217,9 +217,10 @@ def _slots_of(block_table: jax.Array, positions: jax.Array, page_size: int) -> j
     place = jnp.where(inside, positions, 0).astype(jnp.int32)
     rows = positions.shape[0] // block_table.shape[0]
     sequence = lax.broadcasted_iota(jnp.int32, positions.shape, 0) // rows
-    page = block_table[sequence, place // page_size]
-    exists = inside & (page >= 0) & (page < 2**31 // page_size)
-    slot = jnp.where(exists, page, 0).astype(jnp.int32) * page_size + place % page_size
+    page, token = block_table[sequence, place // page_size], place % page_size
+    last = (_rules.INT32_MAX - token) // page_size  # of whose slots int32 holds this one
+    exists = inside & (page >= 0) & (page <= last.astype(page.dtype))
+    slot = jnp.where(exists, page, 0).astype(jnp.int32) * page_size + token
     return jnp.where(exists, slot, -1)
 
 

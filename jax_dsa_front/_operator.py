@@ -205,10 +205,10 @@ class Operator:
         )
 
 
-def refuse_explicit_axes(name: str, *operands: Any) -> None:
-    """Raises NotImplementedError if an operand, or its aval, is split over explicit mesh axes."""
-    for operand in operands:
-        aval = operand if hasattr(operand, "str_short") else jax.typeof(operand)
+def refuse_explicit_axes(name: str, *avals: Any) -> None:
+    """Raises NotImplementedError if an operand, of which `avals` are the types, is split over
+    explicit mesh axes."""
+    for aval in avals:
         if any(axis is not None for axis in aval.sharding.spec):
             raise NotImplementedError(
                 f"{name} does not partition itself, but got an operand {aval.str_short()} on "

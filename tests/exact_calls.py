@@ -38,7 +38,7 @@ def groups_of_every_maximum():
 
 def front(batch, wq_b, bias, cache, slots, layer, fmt, implementation):
     """`index_front` on `batch` rows of ones, with the unit gamma and weights of scale one."""
-    columns = K + max(128, wq_b.shape[0] // 128)
+    columns = K + 128 + wq_b.shape[0] // 128
     return dsa.index_front(
         jnp.ones((batch, columns + -columns % 8), jnp.bfloat16),
         jnp.zeros(K, jnp.bfloat16).at[0].set(1),
@@ -49,7 +49,7 @@ def front(batch, wq_b, bias, cache, slots, layer, fmt, implementation):
         slots,
         layer,
         key_offset=K,
-        weight_offset=K,
+        weight_offset=K + 128,
         eps=1e-30,
         key_eps=1e-6,
         cache_format=fmt,

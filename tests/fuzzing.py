@@ -62,6 +62,8 @@ def _with_stacks(case, rng, pick):
     """No operand stacked, all of them or some; the layer is an int or an operand."""
     some = frozenset(np.array(cases.STACKABLE)[rng.random(len(cases.STACKABLE)) < 0.5].tolist())
     stacked = pick(cases.NONE, cases.ALL, some, some)
+    if case.page_size == 1:  # a stack of such caches is refused
+        stacked -= {"cache"}
     layers = pick(1, 2, 3)
     if not stacked:
         return dataclasses.replace(case, layers=layers)

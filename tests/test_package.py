@@ -117,7 +117,8 @@ except NotImplementedError as error:
 """
     sentence = run_python(code, cwd=tmp_path, JAX_PLATFORMS="cpu").strip()
     assert sentence.startswith('implementation="cuda" cannot run') and "\n" not in sentence
-    assert "cuda-python is missing" in sentence and "pip install" in sentence
+    assert re.search("no NVIDIA driver|JAX sees no CUDA device", sentence), sentence
+    assert "install" not in sentence, "cuda-python would not help where there is no GPU"
 
 
 def imported_modules(path):
@@ -147,7 +148,7 @@ def test_kernels_are_a_build_time_matter():
     """The kernel modules know no JAX, and nothing else in the package knows them."""
     for path in SOURCES:
         names = list(imported_modules(path))
-        if path.parent.name == "kernels":
+        if "kernels" in path.relative_to(PACKAGE).parts:
             assert not [n for n in names if n.split(".")[0] in ("jax", "jaxlib", "numpy")], path
         else:
             assert not [n for n in names if "cutlass" in n or ".kernels" in n], path

@@ -236,5 +236,5 @@ def run(cache_format: str) -> int:
     print("\n" + terminal.table("jax_dsa_front demo", lines))
     if all(check.passed for check in checks):
         return 0
-    print("FAILED: the outputs of the original kernel are not reproduced", file=sys.stderr)
+    print("FAILED: query and weights of the original kernel are not reproduced", file=sys.stderr)
     return 1

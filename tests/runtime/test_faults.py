@@ -43,10 +43,15 @@ folder.mkdir(parents=True)
 (folder / "c_api.h").write_text("#define XLA_FFI_API_MAJOR 0\\n#define XLA_FFI_API_MINOR 0\\n")
 jax.ffi.include_dir = lambda: "include"
 """
-FAKE = "from fake_driver import FakeDriver; FakeDriver({}).install()"
+A_GPU = "from jax_dsa_front._runtime import library; "
+A_GPU += "library.local_cuda_architectures = lambda: ('sm_90a',)\n"
+FAKE = A_GPU + "from fake_driver import FakeDriver; FakeDriver({}).install()"
 NO_LIBCUDA = FAKE.format('init_error=RuntimeError("Failed to dlopen libcuda.so.1")')
 PROCESS_FAULTS = {
-    "missing cuda-python": ("import sys; sys.modules['cuda'] = None", "cuda-python.*pip install"),
+    "missing cuda-python": (
+        A_GPU + "import sys; sys.modules['cuda'] = None",
+        "cuda-python.*pip install",
+    ),
     "missing libcuda": (NO_LIBCUDA, "driver.*libcuda"),
     "driver too old": (FAKE.format("version=12020"), "driver is too old.*12.2.*12.4"),
     "handler too new": (OLD_JAXLIB, "handler speaks XLA FFI 0.*newer jaxlib"),

@@ -23,7 +23,7 @@ pytestmark = [
     ),
 ]
 
-CONFIG = Path(__file__).with_name("h200_target_config.txt")
+CONFIG = Path(__file__).parents[1] / "h200_target_config.txt"
 PRELUDE = """
 import sys, pathlib
 import jax, jax.numpy as jnp, numpy as np

@@ -42,6 +42,10 @@ BAD_SCORES = [
     ("block_table 1-D", SCORES, dict(block_table=shape(4, dtype=I32)), ValueError, r"block_table .*\(S, N\).*got \(4,\)"),
     ("context_lens of another batch", SCORES, dict(context_lens=shape(1, dtype=I32)), ValueError, r"context_lens .*\(4\).*got \(1,\)"),
     ("context_lens bf16", SCORES, dict(context_lens=shape(4, dtype=BF16)), TypeError, r"context_lens .*got bfloat16"),
+    ("block_table of a part of the rows", SCORES, dict(block_table=shape(3, 3, dtype=I32)), ValueError, r"block_table .*query \(4\), or a divisor.*got \(3, 3\)"),
+    ("block_table without rows", SCORES, dict(block_table=shape(0, 3, dtype=I32)), ValueError, r"block_table .*got \(0, 3\)"),
+    ("more positions than int32 has", SCORES, dict(block_table=shape(4, 2**25, dtype=I32)), ValueError, r"block_table .*2147483647 positions.*got 33554432 \* 64"),
+    ("implementation unknown", SCORES, dict(implementation="triton"), ValueError, r'implementation .*"cuda", "jnp".*got .triton.'),
     ("layer missing", SCORES4, dict(layer=None), ValueError, r"layer is required"),
     ("layer superfluous", SCORES, dict(layer=0), ValueError, r"layer .*stacked"),
     ("layer past the end", SCORES4, dict(layer=2), ValueError, r"layer .*got 2"),
@@ -67,12 +71,23 @@ def parametrize(bad):
 def test_index_scores(base, changes, exception, pattern):
     with pytest.raises(exception, match=pattern):
         trace(dsa.index_scores, base | changes)
+    with pytest.raises(exception, match=pattern):
+        dsa.explain(dsa.index_scores, **base | changes)
 
 
 @parametrize(BAD_READ)
 def test_read_keys(base, changes, exception, pattern):
     with pytest.raises(exception, match=pattern):
         trace(dsa.read_keys, base | changes)
+
+
+def test_the_whole_front_is_no_query():
+    front = dsa.IndexFront(*[SCORES[name] for name in ("query", "query_scale", "weights", "cache")])
+    table, lens = SCORES["block_table"], SCORES["context_lens"]
+    with pytest.raises(TypeError, match=r"query .*whole: pass front\.query, front\.query_scale"):
+        dsa.index_scores(
+            front, None, SCORES["weights"], SCORES["cache"], table, lens, cache_format="fp8"
+        )
 
 
 def test_the_bases_themselves_are_good():

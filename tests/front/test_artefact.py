@@ -1,7 +1,8 @@
 """A program that an earlier version exported still runs: tests/artefacts/front_v1.jax.
 
-It was written with jax 0.10.0 for cpu and cuda; `python -P tests/test_artefact.py FILE` writes one
-with what is installed. Write a new one, beside the old, when the target's version changes.
+It was written with jax 0.10.0 for cpu and cuda; `python -P tests/front/test_artefact.py FILE`
+writes one with what is installed. Write a new one, beside the old, when the target's version
+changes.
 """
 
 import re
@@ -16,7 +17,7 @@ import pytest
 import jax_dsa_front as dsa
 from programs import custom_calls, lowered_for_cuda
 
-FILE = Path(__file__).parent / "artefacts" / "front_v1.jax"
+FILE = Path(__file__).parents[1] / "artefacts" / "front_v1.jax"
 K, LAYERS, BATCH = 1280, 2, 5
 
 

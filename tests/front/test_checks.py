@@ -1,6 +1,8 @@
 """Bad arguments are refused before anything runs, each by a sentence that names the argument."""
 # ruff: noqa: E501  (one refusal a line)
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,7 +84,19 @@ BAD = [
     ("key past its own array", UNSTACKED, dict(key=shape(BATCH, 130), key_offset=3), ValueError, r"key_offset \+ 128 .*key, 130.*got 3 \+ 128"),
     ("weights past P", UNSTACKED, dict(weight_offset=K + 129), ValueError, r"weight_offset .*projected \(no head_weights is given\), 392.*got 385 \+ 8"),
     ("weight_offset negative", UNSTACKED, dict(weight_offset=-8), ValueError, r"weight_offset .*got -8"),
+    # Columns of projected that no array of their own replaces
+    ("key in the latent", UNSTACKED, dict(key_offset=K - 1), ValueError, r"key_offset and weight_offset .*q_a in 0\.\.255 and key in 255\.\.382.*pass key=projected"),
+    ("weights in the latent", UNSTACKED, dict(weight_offset=0), ValueError, r"weight_offset .*head_weights in 0\.\.7 and q_a in 0\.\.255.*pass head_weights=projected"),
+    ("weights in the key", UNSTACKED, dict(weight_offset=K + 127), ValueError, r"weight_offset .*key in 256\.\.383 and head_weights in 383\.\.390.*pass key=projected"),
+    ("a later shard's weights in the key", UNSTACKED, dict(weight_offset=K - 8, num_heads=16, head_start=8), ValueError, r"weight_offset .*(key in 256|head_weights in 256).*=projected"),
     ("weights past their own array", UNSTACKED, dict(head_weights=shape(BATCH, 8), weight_offset=1), ValueError, r"weight_offset .*head_weights, 8.*got 1 \+ 8"),
+    # What newcomers pass
+    ("cache as PyTorch kernels view it", UNSTACKED, dict(cache=shape(4, 64, 1, 132, dtype=U8), layer=1), ValueError, r"cache .*\(pages, page_size, 1, R\).*reshaped to \(pages, page_size, R\), got \(4, 64, 1, 132\)"),
+    ("the same without a layer", UNSTACKED, dict(cache=shape(4, 64, 1, 132, dtype=U8)), ValueError, r"cache .*\(pages, page_size, 1, R\).*got \(4, 64, 1, 132\)"),
+    ("wq_b by heads, beside a stack", STACKED, dict(wq_b=shape(HEADS, 128, K)), ValueError, r"stacked .*wq_b with L = 8.*one axis more than a layer"),
+    ("projected with a unit axis", UNSTACKED, dict(projected=shape(BATCH, 1, K + 136)), ValueError, r"projected .*\(B, P\), got \(4, 1, 392\): fold .*into B"),
+    ("dtype with a way out", UNSTACKED, dict(projected=shape(BATCH, K + 136, dtype=F32)), TypeError, r"projected .*got float32: convert it with \.astype\(jnp\.bfloat16\)"),
+    ("bfloat16 as np.load reads it", UNSTACKED, dict(q_norm=np.zeros(K, "V2")), TypeError, r"q_norm .*void16: .*\.view\(jnp\.bfloat16\)"),
     # Layers
     ("layer missing", STACKED, dict(layer=None), ValueError, r"layer is required .*wq_b, cache.*L = 3.*got None"),
     ("wq_b with an axis of heads", UNSTACKED, dict(wq_b=shape(HEADS, 128, K)), ValueError, r"layer is required .*wq_b .*one layer, reshape to wq_b \(H\*128, K\)"),
@@ -179,3 +193,38 @@ def test_int64_numpy_slots_without_x64():
     want = small.step(projected, weights, cache, np.array([3, -1, -1, -1], np.int32)).cache
     got = small.step(projected, weights, cache, slots).cache
     np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+def test_key_and_weights_may_overlap_where_that_is_said():
+    own = dict(key=UNSTACKED["projected"], head_weights=UNSTACKED["projected"])
+    fronts = trace(dsa.index_front, UNSTACKED | own | dict(key_offset=0, weight_offset=K))
+    assert fronts.weights.shape == (BATCH, HEADS)
+
+
+def test_the_operator_under_jit_without_static_arguments():
+    """The first thing that people try; the message names the way out."""
+    projected, weights, cache = small.operands(pages=4)
+    traced = dict(key_offset=K, weight_offset=K + 128, eps=1e-6, key_eps=1e-6)
+    bound = functools.partial(dsa.index_front, cache_format="fp8")
+    for names in (("key_offset", "weight_offset"), ("eps", "key_eps")):
+        rest = {k: v for k, v in traced.items() if k not in names}
+        fn = jax.jit(functools.partial(bound, **rest))
+        with pytest.raises(TypeError, match=rf"^{names[0]} .*functools\.partial.*static_argnames"):
+            fn(projected, *weights, cache, jnp.arange(BATCH), **{k: traced[k] for k in names})
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        jax.jit(dsa.index_front),
+        functools.partial(dsa.index_front),
+        dsa.read_keys,
+        "index_front",
+        [],
+    ],
+    ids=["jitted", "partial", "another", "name", "list"],
+)
+def test_explain_takes_operators_as_they_are(operator):
+    pattern = r"explain takes an operator first, one of .*index_front, .*index_scores"
+    with pytest.raises(TypeError, match=pattern):
+        dsa.explain(operator, **UNSTACKED)

@@ -1,48 +1,26 @@
-"""From the front to a top-k: `index_scores`, `read_keys`, `empty_cache`, and the recall."""
+"""`index_scores` against the oracle and recorded scores, and the recall of the chain in front."""
 
 import functools
+import pathlib
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 import cases
-import fuzzing
 import jax_dsa_front as dsa
 import oracle
 from compare import assert_equal
+from filled_caches import PLATFORMS, each_integer, filled, nine_outside
+from golden import score_inputs
+from jax_dsa_front._scores import reference
+from jax_dsa_front._scores.config import ScoresConfig
 
-PLATFORMS = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
 # Recall of the top-2048 of 65,536 keys against scores that were never quantised.
 RECALL = {"fp8": 0.93, "mxfp8": 0.93, "mxfp4": 0.75}
-# NumPy's int64 is narrowed before the call where JAX has no such type.
-INTEGERS = [("int32", False), ("int64", True), ("int64", False)]
-each_integer = pytest.mark.parametrize(
-    ("dtype", "x64"), INTEGERS, ids=["int32", "int64", "int64-without-x64"]
-)
-
-
-def filled(fmt, page_size=16, pages=12, layers=2, batch=3, heads=4, seed=0):
-    """(query, query_scale, weights, cache): the query of one call, a cache of well-formed keys."""
-    rng = np.random.default_rng(seed)
-    cache = np.zeros((layers, pages, page_size, cases.ROW[fmt]), np.uint8)
-    keys = oracle.round_bf16(rng.standard_normal((layers * pages * page_size, 128)) * 3)
-    values, scales = oracle.key_bytes(keys, np.ones(128), np.zeros(128), 1e-6, fmt)
-    for part, new in zip(oracle.split_page(cache), (values, scales), strict=True):
-        part[:] = new.reshape(part.shape)
-    query = oracle.round_bf16(rng.standard_normal((batch, heads, 128)))
-    weights = rng.standard_normal((batch, heads)).astype(np.float32)
-    if fmt == "mxfp4":
-        codes, exponents = oracle.quantise_mxfp4(query)
-        return codes, exponents.view("<u4")[..., 0], weights, cache
-    return oracle.quantise_fp8(query, 1e-10)[0], None, weights, cache
-
-
-def nine_outside(dtype, size):
-    """Integers outside [0, size); as many of each dtype, so that narrowed ones share a program."""
-    return np.resize(np.array(fuzzing.extremes(dtype, size), dtype), 9)
 
 
 def as_query(codes, fmt):
@@ -144,65 +122,6 @@ def test_tokens_of_no_page_score_minus_infinity(fmt, stacked, dtype, x64):
         assert_equal(got, want, "scores")
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("fmt", cases.FORMATS)
-def test_read_keys_equals_oracle(fmt, platform):
-    *_, cache = filled(fmt, page_size=7, seed=3)
-    slots = np.array([[0, 6, 7], [83, 41, 6]], np.int32)
-    for layer in (0, 1):
-        want = oracle.keys(cache, slots, fmt, layer).astype(np.float32)
-        got = dsa.read_keys(jnp.asarray(cache), jnp.asarray(slots), layer, cache_format=fmt)
-        assert got.device.platform == platform
-        assert_equal(got, want, "keys")
-        traced = jax.jit(dsa.read_keys, static_argnames="cache_format")
-        assert_equal(
-            traced(jnp.asarray(cache), jnp.asarray(slots), jnp.int32(layer), cache_format=fmt),
-            want,
-            "keys under jit",
-        )
-
-
-@each_integer
-@pytest.mark.parametrize("stacked", [False, True], ids=["unstacked", "stacked"])
-@pytest.mark.parametrize("fmt", cases.FORMATS)
-def test_keys_of_slots_that_do_not_exist_are_nan(fmt, stacked, dtype, x64):
-    """Also where the next layer begins or the previous one ends; the slots beside them are read."""
-    *_, cache = filled(fmt, page_size=7, seed=5)
-    tokens = 12 * 7
-    slots = np.array([0, *nine_outside(dtype, tokens), tokens - 1], dtype)
-    for layer in (0, 1):
-        pool = (cache, layer) if stacked else (cache[layer], None)
-        with jax.enable_x64(x64):
-            got = np.asarray(dsa.read_keys(pool[0], slots, pool[1], cache_format=fmt))
-        assert np.isnan(got[1:-1]).all()
-        want = oracle.keys(cache, slots[[0, -1]], fmt, layer).astype(np.float32)
-        assert_equal(got[[0, -1]], want, "keys")
-
-
-@pytest.mark.parametrize("fmt", cases.FORMATS)
-def test_read_keys_decodes_every_byte(fmt):
-    """A page whose value bytes run through 0..255 and whose scale is one."""
-    width = cases.ROW[fmt] - 4
-    cache = np.zeros((1, 256 // width * 2, width + 4), np.uint8)
-    values, scales = oracle.split_page(cache)
-    values.reshape(-1)[:] = np.resize(np.arange(256), values.size)
-    scales[:] = [0, 0, 0x80, 0x3F] if fmt == "fp8" else 127
-    slots = np.arange(cache.shape[1])
-    got = dsa.read_keys(jnp.asarray(cache), jnp.asarray(slots), cache_format=fmt)
-    np.testing.assert_array_equal(np.asarray(got), oracle.keys(cache, slots, fmt))
-
-
-@pytest.mark.parametrize("fmt", cases.FORMATS)
-def test_empty_cache(fmt):
-    for layers, lead in ((None, ()), (3, (3,))):
-        cache = dsa.empty_cache(5, 16, cache_format=fmt, layers=layers)
-        assert cache.shape == (*lead, 5, 16, cases.ROW[fmt]) and cache.dtype == jnp.uint8
-        layer = None if layers is None else 2
-        keys = dsa.read_keys(cache, jnp.arange(80), layer, cache_format=fmt)
-        assert_equal(keys, np.zeros((80, 128), np.float32), "keys of an empty cache")
-    assert dsa.empty_cache(2, cache_format=fmt).shape == (2, 64, cases.ROW[fmt])
-
-
 def attention_problem(tokens, heads, k, seed=0):
     """(keys bf16 [tokens, 128], q_a bf16 [k], wq_b bf16 [heads*128, k]): a head's worth of search.
 
@@ -265,21 +184,152 @@ def exact_scores(q_a, wq_b, keys, weights):
     return np.maximum(keys @ query.T, 0) @ weights
 
 
-def test_scale_bytes_of_an_mxfp8_cache_are_the_exponents_of_the_fp8_scales():
-    """Same keys, same value bytes; only the four scale bytes differ, as defined."""
-    case = cases.Case("pair", "fp8", slots="distinct", batch=16, seed=70)
-    operands = cases.make(case)
-    caches = []
-    for fmt in ("fp8", "mxfp8"):
-        static = operands.static | {"cache_format": fmt}
-        caches.append(dsa.index_front(*map(jnp.asarray, operands.args), **static).cache)
-    (values8, scales8), (valuesmx, scalesmx) = (
-        (
-            part[np.divmod(operands.args[-1], case.page_size)]
-            for part in oracle.split_page(np.asarray(c))
-        )
-        for c in caches
-    )
-    assert_equal(valuesmx, values8, "values")
-    exponent = np.ascontiguousarray(scales8).view(np.uint32) >> 23
-    assert_equal(scalesmx, np.repeat(exponent, 4, 1).astype(np.uint8), "scales")
+RECORDED = np.load(pathlib.Path(__file__).parents[1] / "golden" / "scores_deepgemm.npz")
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("case", score_inputs.CASES)
+def test_scores_that_deepgemm_recorded(case, platform):
+    """Its FP8 tensor core keeps fewer bits of the sums: within 5e-4 of the largest of a case."""
+    inputs = score_inputs.make(*score_inputs.CASES[case])
+    query = inputs["query"].view(ml_dtypes.float8_e4m3fn)
+    rest = (inputs[name] for name in ("weights", "cache", "block_table", "context_lens"))
+    got = dsa.index_scores(query, None, *rest, cache_format="fp8")
+    assert got.device.platform == platform
+    want = RECORDED[case]
+    assert got.shape == want.shape
+    inside = np.arange(want.shape[1]) < inputs["context_lens"][:, None]
+    assert (np.isneginf(got) == ~inside).all()
+    off = np.abs(np.asarray(got) - want)[inside].max() / np.abs(want[inside]).max()
+    assert off <= 5e-4, off
+
+
+CONFIG = ScoresConfig("fp8", layer=None, implementation=None, has_layer_operand=False)
+SCORER = jax.jit(functools.partial(dsa.index_scores, cache_format="fp8"))
+
+
+@pytest.mark.parametrize("fmt", cases.FORMATS)
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 130])
+def test_rows_of_a_sequence_share_its_pages(rows, fmt):
+    """The table has one row a sequence; scores are those of the same table, repeated."""
+    codes, scale, weights, cache = filled(fmt, batch=2 * rows, pages=30, layers=1, seed=rows)
+    rng = np.random.default_rng(rows)
+    table = rng.permutation(30)[:24].reshape(2, 12).astype(np.int32)
+    table[1, 4] = 30
+    lens = rng.integers(0, 193, 2 * rows).astype(np.int32)
+    lens[0] = 192
+    args = as_query(codes, fmt), scale, weights, cache[0]
+    got = dsa.index_scores(*args, table, lens, cache_format=fmt)
+    repeated = np.repeat(table, rows, axis=0)
+    want = oracle.scores(codes, scale, weights, cache[0][None], repeated, lens, fmt, 0)
+    inside = np.isfinite(want)
+    assert (np.isneginf(got) == ~inside).all()
+    np.testing.assert_allclose(np.asarray(got)[inside], want[inside], rtol=1e-4, atol=1e-3)
+
+
+def long_call(batch, heads=32, table_pages=300, sequences=None):
+    """(query, weights, cache, block_table) of fp8 scores; the keys' codes are around one."""
+    rng = np.random.default_rng(0)
+    sequences = sequences or batch
+    cache = np.zeros((64, 64, 132), np.uint8)
+    values, scales = oracle.split_page(cache)
+    values[:] = rng.integers(0x30, 0x40, values.shape)
+    scales[:] = np.exp2(rng.integers(-3, 3, (64, 64, 1))).astype("<f4").view(np.uint8)
+    query = rng.standard_normal((batch, heads, 128)).astype(ml_dtypes.float8_e4m3fn)
+    weights = rng.standard_normal((batch, heads)).astype(np.float32)
+    return query, weights, cache, rng.integers(0, 64, (sequences, table_pages)).astype(np.int32)
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize(("batch", "sequences"), [(3, 3), (130, 1)])
+def test_several_pieces(batch, sequences, platform):
+    """More pages than a piece has, the last piece reaching back; rows in pieces as well."""
+    query, weights, cache, table = long_call(batch, sequences=sequences)
+    lens = np.linspace(300 * 64, 300 * 64 - 5000, batch).astype(np.int32)
+    got = SCORER(query, None, weights, cache, table, lens)
+    assert got.device.platform == platform
+    rows = [0, batch // 2, batch - 1]
+    repeated = np.repeat(table, batch // sequences, axis=0)[rows]
+    codes = query.view(np.uint8)[rows]
+    want = oracle.scores(codes, None, weights[rows], cache[None], repeated, lens[rows], "fp8", 0)
+    inside, found = np.isfinite(want), np.asarray(got)[rows]
+    assert (np.isneginf(found) == ~inside).all()
+    np.testing.assert_allclose(found[inside], want[inside], rtol=1e-4, atol=1e-2)
+
+
+def test_memory_is_bounded():
+    """512 rows of one sequence of 128k: 64 MB of scratch at most, beside results of 268 MB."""
+    query, weights, cache, table = long_call(512, 64, 2048, sequences=1)
+    operands = query, None, weights, cache, table, np.zeros(512, np.int32)
+    memory = SCORER.lower(*operands).compile().memory_analysis()
+    assert memory.output_size_in_bytes == 512 * 2048 * 64 * 4
+    assert memory.temp_size_in_bytes <= 64e6, memory.temp_size_in_bytes
+
+
+def test_turns_follow_the_longest_length():
+    """Pieces of 4,096 tokens are read while a row of the sequence is longer, and no more."""
+    reads, read = [], reference._read_pages
+
+    def counted(*args):
+        jax.debug.callback(lambda: reads.append(1), ordered=True)
+        return read(*args)
+
+    operands = long_call(2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "_read_pages", counted)
+        scorer = jax.jit(lambda *args: reference.reference_scores(CONFIG, *args)[0])
+        for lengths, turns in (((0, 0), 0), ((1, 0), 1), ((4096, 4097), 3), ((19200, 64), 6)):
+            reads.clear()
+            jax.block_until_ready(scorer(*operands, np.array(lengths, np.int32)))
+            jax.effects_barrier()
+            assert len(reads) == turns, (lengths, len(reads))
+
+
+def test_export_with_symbolic_sizes():
+    """B = s * n by construction; independent symbols are refused."""
+    names, bounds = "s, n, pages, entries", ["pages <= 1000000", "entries <= 1000000"]
+    s, n, pages, entries = jax.export.symbolic_shape(names, constraints=bounds)
+
+    def shapes(batch, sequences):
+        return (
+            jax.ShapeDtypeStruct((batch, 8, 128), jnp.float8_e4m3fn), None,
+            jax.ShapeDtypeStruct((batch, 8), jnp.float32),
+            jax.ShapeDtypeStruct((pages, 64, 132), jnp.uint8),
+            jax.ShapeDtypeStruct((sequences, entries), jnp.int32),
+            jax.ShapeDtypeStruct((batch,), jnp.int32),
+        )  # fmt: skip
+
+    exported = jax.export.export(SCORER, platforms=["cpu"])(*shapes(s * n, s))
+    query, weights, cache, table = long_call(6, 8, 20, sequences=2)
+    operands = query, None, weights, cache, table, np.array([1280, 0, 64, 65, 1, 700], np.int32)
+    got, want = exported.call(*operands), SCORER(*operands)
+    assert (np.isneginf(got) == np.isneginf(want)).all()
+    numbers = (np.nan_to_num(x, neginf=0) for x in (got, want))
+    np.testing.assert_allclose(*numbers, rtol=1e-5, atol=1e-3)
+    with pytest.raises(ValueError, match=r"block_table .*a divisor"):
+        jax.export.export(SCORER, platforms=["cpu"])(*shapes(n, s))
+
+
+def test_refused_transforms():
+    """As the front does; what to fold is named."""
+    operands = [jnp.asarray(x) for x in long_call(2, 8, 4)]
+    lens = jnp.array([200, 9])
+
+    def scores(weights):
+        return SCORER(operands[0], None, weights, *operands[2:], lens)
+
+    with pytest.raises(NotImplementedError, match=r"index_scores .*inference.*stop_gradient"):
+        jax.grad(lambda w: scores(w)[0, 0])(operands[1])
+    with pytest.raises(NotImplementedError, match=r"index_scores .*vmap.*fold .*block_table"):
+        jax.vmap(scores)(jnp.stack([operands[1]] * 2))
+
+
+def test_one_short_equation_and_an_explanation():
+    operands = [jnp.asarray(x) for x in long_call(2, 8, 4)]
+    arguments = operands[0], None, *operands[1:], jnp.array([200, 9])
+    jaxpr = jax.make_jaxpr(functools.partial(dsa.index_scores, cache_format="fp8"))(*arguments)
+    (equation,) = jaxpr.eqns
+    assert equation.primitive.name == "index_scores" and len(str(equation)) < 300
+    assert dsa.explain(dsa.index_scores, *arguments, cache_format="fp8").implementation == "jnp"
+    with pytest.raises(NotImplementedError, match='^implementation="cuda" cannot run'):
+        dsa.index_scores(*arguments, cache_format="fp8", implementation="cuda")
