@@ -1,4 +1,4 @@
-"""The paged key cache: `empty_cache`, `read_keys`, `slots_of`, and what other kernels want of it."""
+"""The paged key cache: `empty_cache`, `read_keys`, `slots_of`, and what other kernels want."""
 
 import jax
 import jax.numpy as jnp

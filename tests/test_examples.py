@@ -40,12 +40,13 @@ def test_every_example_has_its_place_in_the_docs():
         assert len(example.read_text().splitlines()) < 80
 
 
+@pytest.mark.parametrize("x64", ["0", "1"], ids=["", "x64"])
 @pytest.mark.parametrize("platform", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_readme_code_runs_as_it_stands(platform, tmp_path):
+def test_readme_code_runs_as_it_stands(platform, x64, tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", README, re.S)
-    env = dict(JAX_PLATFORMS=platform, XLA_PYTHON_CLIENT_PREALLOCATE="false")
+    env = dict(JAX_PLATFORMS=platform, XLA_PYTHON_CLIENT_PREALLOCATE="false", JAX_ENABLE_X64=x64)
     shapes = run_python(code, cwd=tmp_path, **env)
-    assert shapes == "(8, 32, 128) (8, 32) (8, 4)\n"
+    assert shapes == "(64, 64, 132) (8, 4)\n"
 
 
 def test_readme_commands():
