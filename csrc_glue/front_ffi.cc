@@ -16,7 +16,6 @@ namespace {
 
 constexpr char kCall[] = "jax_dsa_front.index_front";
 constexpr int64_t kHeadDim = 128;
-enum CacheFormat : int32_t { kFormatFp8 = 0, kFormatMxfp8 = 1, kFormatMxfp4 = 2 };
 
 const void* Offset(const void* address, int64_t bytes) { return static_cast<const char*>(address) + bytes; }
 

@@ -12,8 +12,9 @@ namespace jax_dsa_front {
 
 // Mirrored by `OPERATORS` in jax_dsa_front/_runtime/variants.py.
 enum Operator : int32_t {
-  kIndexFront = 0,  // key: K, the width of the query latent
-  kOperators = 1,   // how many there are
+  kIndexFront = 0,   // key: K, the width of the query latent
+  kIndexScores = 1,  // key: ScoresKey of scores_launch.h
+  kOperators = 2,    // how many there are
 };
 
 // How a kernel of the front is launched; mirrored by `SCHEDULES` in loader.py. See kernels/front/ for what they do.
@@ -24,16 +25,22 @@ enum FrontSchedule : int32_t {
   kRowNorm = 3,     // grid (batch); never on its own
 };
 
+// Likewise of the scorers.
+enum ScoresSchedule : int32_t {
+  kPaged = 0,     // fp8, mxfp8; grid (clusters_per_wave), tensor maps of the keys and of the query first
+  kPagedFp4 = 1,  // mxfp4; the same grid, no tensor map
+};
+
 // Mirrored by `_Kernel` in loader.py.
 struct Kernel {
   CUkernel handle;
   int32_t schedule;           // of its operator
-  int32_t tile;               // batch rows per cluster
+  int32_t tile;               // batch rows per cluster; of a scorer, rows that share a read
   int32_t max_batch;          // not used above it; 0: no limit
   int32_t threads;
   int32_t cluster;
   int32_t shared_bytes;
-  int32_t clusters_per_wave;  // how many clusters the device holds at once
+  int32_t clusters_per_wave;  // how many clusters the device holds at once; without clusters, CTAs at one per SM
 };
 
 // An operator's kernels of one key on one device, in the order of jax_dsa_front/_runtime/variants.py; immutable once

@@ -14,6 +14,9 @@ namespace ffi = xla::ffi;
 
 using Extents = ffi::Span<const int64_t>;
 
+// Attribute `cache_format`: the place in ROW_BYTES of jax_dsa_front/_cache.py.
+enum CacheFormat : int32_t { kFormatFp8 = 0, kFormatMxfp8 = 1, kFormatMxfp4 = 2 };
+
 inline bool Equal(Extents got, std::initializer_list<int64_t> expected) {
   return got.size() == expected.size() && std::equal(expected.begin(), expected.end(), got.begin());
 }

@@ -76,6 +76,8 @@ class FakeDriver:
         return CUresult.CUDA_SUCCESS, ordinal
 
     def cuDeviceGetAttribute(self, which, device):  # noqa: N802
+        if which.endswith("MULTIPROCESSOR_COUNT"):
+            return CUresult.CUDA_SUCCESS, 132
         return CUresult.CUDA_SUCCESS, self.capabilities[device][which.endswith("MINOR")]
 
     def cuDevicePrimaryCtxRetain(self, device):  # noqa: N802

@@ -64,7 +64,9 @@ def register(name, stages, *_):
     found = {stage: address(capsule) for stage, capsule in stages.items()}
     assert registered.setdefault(name, found) == found, f"Duplicate FFI handler for {name}"
 xla_client.register_custom_call_handler("CUDA", register)
-assert list(registered) == ["jax_dsa_front.index_front.v1"], registered
+assert list(registered) == [
+    "jax_dsa_front.index_front.v1", "jax_dsa_front.index_scores.v1"
+], registered
 """
 
 

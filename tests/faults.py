@@ -11,6 +11,7 @@ import shutil
 import numpy.random.mtrand
 
 import jax_dsa_front as dsa
+from jax_dsa_front._runtime import library, variants
 
 PACKAGE = pathlib.Path(dsa.__file__).parent
 FIRST = "index_front_sm_90a_k1536_split_n_b8"  # the first kernel that K = 1536 loads on sm_90a
@@ -21,6 +22,9 @@ def copy_package(folder, name="jax_dsa_front"):
     """A copy of the installed package under `folder`, to be put on the module search path."""
     target = folder / name
     shutil.copytree(PACKAGE, target, ignore=shutil.ignore_patterns("__pycache__"))
+    if not (target / "cubins").exists():  # an editable installation has them elsewhere
+        shutil.copytree(variants.CUBINS, target / "cubins")
+        shutil.copy(library.LIBRARY, target)
     return target
 
 

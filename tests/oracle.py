@@ -272,7 +272,14 @@ def dequantise(values, scales, cache_format):
     return decode(values, FLOAT8, 128) * scale
 
 
-def scores(query, query_scale, weights, cache, block_table, context_lens, cache_format, layer=None):
+def score_magnitudes(query, query_scale, weights, cache, table, lens, cache_format, layer=None):
+    """What the errors of `scores` are measured by: key_scale * sum_h |w_h| * sum_d |q k|."""
+    return scores(query, query_scale, weights, cache, table, lens, cache_format, layer, np.abs)
+
+
+def scores(
+    query, query_scale, weights, cache, block_table, context_lens, cache_format, layer=None, of=None
+):
     """`index_scores` in float64: [B, max_len], -inf past each row's length."""
     page_size = cache.shape[-2]
     if cache_format == "mxfp4":
@@ -281,10 +288,11 @@ def scores(query, query_scale, weights, cache, block_table, context_lens, cache_
         rows = dequantise(query, scale_bytes, cache_format)
     else:
         rows = decode(query, FLOAT8, 128)
+    of = of or (lambda x: x)
     length = block_table.shape[1] * page_size
     out = np.full((len(query), length), -np.inf)
     for row, count in enumerate(context_lens):
         slots = (block_table[row][:, None] * page_size + np.arange(page_size)).reshape(-1)[:count]
-        dots = rows[row] @ keys(cache, slots, cache_format, layer).T
-        out[row, :count] = weights[row].astype(np.float64) @ np.maximum(dots, 0)
+        dots = of(rows[row]) @ of(keys(cache, slots, cache_format, layer)).T
+        out[row, :count] = of(weights[row].astype(np.float64)) @ np.maximum(dots, 0)
     return out

@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+import faults
 import jax_dsa_front as dsa
 from jax_dsa_front._runtime import library, variants
 from processes import run_python
@@ -18,11 +19,13 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
 def test_the_installed_package_is_tested():
-    """Not the source tree, which has neither handler nor cubins."""
-    assert PACKAGE != CHECKOUT / "jax_dsa_front"
-    assert CHECKOUT not in PACKAGE.parents or "site-packages" in PACKAGE.parts
-    assert library.LIBRARY.is_file() and library.LIBRARY.parent == PACKAGE
-    assert variants.MANIFEST.is_file() and PACKAGE in variants.MANIFEST.parents
+    """Not the source tree, which has neither handler nor cubins. Of an editable installation it is
+    the source tree, with these files in a folder beside it on the package's path."""
+    built = library.LIBRARY.parent
+    assert library.LIBRARY.is_file() and variants.MANIFEST.is_file()
+    assert built == variants.CUBINS.parent != CHECKOUT / "jax_dsa_front"
+    assert CHECKOUT not in built.parents or "site-packages" in built.parts
+    assert built == PACKAGE or PACKAGE == CHECKOUT / "jax_dsa_front"
     assert (PACKAGE / "py.typed").is_file()
 
 
@@ -43,7 +46,8 @@ def test_manifest_describes_every_shipped_kernel():
 def test_every_width_has_a_kernel_on_every_architecture(arch):
     for k in variants.LATENT_WIDTHS:
         assert variants.front_unsupported(k, k + 160, arch) is None
-        assert [v for v in variants.VARIANTS if (v.arch, v.k) == (arch, k)]
+        shipped = {(v.operator, v.arch, v.key) for v in variants.VARIANTS}
+        assert ("index_front", arch, k) in shipped
 
 
 def test_handler_exports_its_own_functions_alone():
@@ -119,6 +123,61 @@ except NotImplementedError as error:
     assert sentence.startswith('implementation="cuda" cannot run') and "\n" not in sentence
     assert re.search("no NVIDIA driver|JAX sees no CUDA device", sentence), sentence
     assert "install" not in sentence, "cuda-python would not help where there is no GPU"
+
+
+EDITABLE = """
+import importlib.util, sys
+sources, built = sys.argv[1:]
+spec = importlib.util.spec_from_file_location(
+    "jax_dsa_front", sources + "/__init__.py", submodule_search_locations=[sources, built]
+)
+sys.modules["jax_dsa_front"] = package = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(package)
+from jax_dsa_front._runtime import library, variants
+assert library.registration_error() is None, library.registration_error()
+print(package.__file__, library.LIBRARY, variants.MANIFEST, len(variants.manifest()["kernels"]))
+"""
+
+
+def test_editable_installation(tmp_path):
+    """Sources in one folder, what was built from them in another, both on the package's path."""
+    sources, built = faults.copy_package(tmp_path, "sources"), tmp_path / "built"
+    built.mkdir()
+    for name in ("cubins", library.LIBRARY.name):
+        (sources / name).rename(built / name)
+    printed = run_python(EDITABLE, sources, built, cwd=tmp_path, JAX_PLATFORMS="cpu").split()
+    places = sources / "__init__.py", built / library.LIBRARY.name, built / "cubins/manifest.json"
+    assert printed == [*map(str, places), str(len(variants.VARIANTS))]
+
+
+# Folders and modules of the package, from below; those of one line do not know each other
+LAYERS = [
+    {"_runtime", "_rules"},
+    {"_operator"},
+    {"_cache"},
+    {"_front", "_scores"},
+    {"__init__"},
+    {"_app"},
+    {"__main__"},
+]
+
+
+def test_no_import_runs_upwards():
+    """kernels/ aside, which know _runtime.variants alone."""
+    rank = {name: i for i, names in enumerate(LAYERS) for name in names}
+    for path in SOURCES:
+        own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        for name in imported_modules(path):
+            head, _, rest = name.partition(".")
+            if head != "jax_dsa_front":
+                continue
+            other = rest.split(".")[0]
+            if own == "kernels":
+                assert other == "kernels" or rest.startswith("_runtime.variants"), (path, name)
+            elif other in rank:
+                assert other == own or rank[other] < rank[own], f"{path} imports {name}"
+            else:  # a name of the package itself, as in `import jax_dsa_front as dsa`
+                assert rank[own] > rank["__init__"], f"{path} imports {name}"
 
 
 def imported_modules(path):

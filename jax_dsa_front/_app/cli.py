@@ -168,12 +168,13 @@ def _kernels() -> str:
     if not variants.MANIFEST.exists():
         return "none: the package was not built (its cubins are missing)"
     manifest = variants.manifest()
-    widths: dict[str, set[int]] = {}
+    kept: dict[str, set[int]] = {}  # by operator, architecture and what the kernels differ in
     for kernel in manifest["kernels"]:
-        widths.setdefault(kernel["arch"], set()).add(kernel["k"])
-    each = (f"{arch} (K = {', '.join(map(str, sorted(ks)))})" for arch, ks in widths.items())
+        name, value = ("K", kernel["k"]) if "k" in kernel else ("H", kernel["heads"])
+        kept.setdefault(f"{kernel['operator']} {kernel['arch']} {name}", set()).add(value)
+    each = (f"{what} = {', '.join(map(str, sorted(values)))}" for what, values in kept.items())
     count = len(manifest["kernels"])
-    return f"{count} cubins for {', '.join(each)}, built with CuTe DSL {manifest['cutlass_dsl']}"
+    return f"{count} cubins: {'; '.join(each)}; built with CuTe DSL {manifest['cutlass_dsl']}"
 
 
 def _registration() -> str:

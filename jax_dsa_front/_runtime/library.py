@@ -24,9 +24,10 @@ from jax_dsa_front._runtime.files import built
 
 LIBRARY = built("libjax_dsa_front.so")
 INDEX_FRONT = "jax_dsa_front.index_front.v1"
+INDEX_SCORES = "jax_dsa_front.index_scores.v1"
 # The calls that programs may hold, and the C functions behind them. A target's name carries the
 # version of its operands and attributes; one that was ever exported is served for ever.
-TARGETS = {INDEX_FRONT: "JaxDsaFrontIndexFront{}"}
+TARGETS = {INDEX_FRONT: "JaxDsaFrontIndexFront{}", INDEX_SCORES: "JaxDsaFrontIndexScores{}"}
 STAGES = ("Initialize", "Execute")
 # As cuDriverGetVersion counts: CUDA 12.4, whose XLA records custom calls into graphs
 MINIMUM_DRIVER = 12040

@@ -14,7 +14,10 @@ from jax_dsa_front._runtime import library, variants
 from jax_dsa_front._runtime.library import KernelUnavailableError, check
 
 # By operator, as in csrc_glue/kernel_table.h
-SCHEDULES = {"index_front": ("split_n", "split_k", "split_k_rows", "row_norm")}
+SCHEDULES = {
+    "index_front": ("split_n", "split_k", "split_k_rows", "row_norm"),
+    "index_scores": ("paged", "paged_fp4"),
+}
 
 
 class _Kernel(ctypes.Structure):
@@ -135,18 +138,22 @@ def _kernel(driver: ModuleType, entry: dict[str, Any], device: Any) -> _Kernel:
         handle=int(kernel),
         schedule=SCHEDULES[entry["operator"]].index(entry["schedule"]),
         tile=entry["tile"],
-        max_batch=entry["max_batch"] or 0,
+        max_batch=entry.get("max_batch") or 0,
         threads=entry["threads"],
         cluster=entry["cluster"],
         shared_bytes=entry["shared_bytes"],
-        clusters_per_wave=_clusters_per_wave(driver, function, entry),
+        clusters_per_wave=_clusters_per_wave(driver, function, entry, device),
     )
 
 
-def _clusters_per_wave(driver: ModuleType, function: Any, entry: dict[str, Any]) -> int:
-    """How many clusters of this kernel the current device holds at once."""
+def _clusters_per_wave(
+    driver: ModuleType, function: Any, entry: dict[str, Any], device: Any
+) -> int:
+    """How many clusters of this kernel the current device holds at once; without clusters, how many
+    CTAs at one per SM."""
     if entry["cluster"] == 1:
-        return 0  # row_norm: chosen with another kernel, never for its own grid
+        which = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+        return check(driver, driver.cuDeviceGetAttribute(which, device))
     cluster = driver.CUlaunchAttribute()
     cluster.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
     cluster.value.clusterDim.x = entry["cluster"]

@@ -47,6 +47,38 @@ class FrontVariant:
         return self.k
 
 
+@dataclass(frozen=True)
+class ScoresVariant:
+    """One cubin of `index_scores`.
+
+    `schedule` names the module in `kernels/scores/`; `tile` is how many rows of a sequence share
+    one read of its keys.
+    """
+
+    operator: ClassVar[str] = "index_scores"
+
+    arch: str
+    schedule: str  # "paged" for fp8 and mxfp8, "paged_fp4" for mxfp4
+    heads: int
+    page_size: int
+    tile: int
+
+    @property
+    def name(self) -> str:
+        """File name of the cubin without its ending, and the kernel's symbol."""
+        shape = f"h{self.heads}_p{self.page_size}_r{self.tile}"
+        return f"index_scores_{self.arch}_{self.schedule}_{shape}"
+
+    @property
+    def key(self) -> int:
+        return scores_key(self.schedule == "paged_fp4", self.page_size, self.heads)
+
+
+def scores_key(four_bit: bool, page_size: int, heads: int) -> int:
+    """What a call of `index_scores` asks for kernels by; csrc_glue/scores_launch.h has the same."""
+    return four_bit << 48 | page_size << 16 | heads
+
+
 def _front_variants() -> tuple[FrontVariant, ...]:
     variants = []
     for arch in ARCHITECTURES:
@@ -66,10 +98,25 @@ def _front_variants() -> tuple[FrontVariant, ...]:
 
 # The front's in order of preference for a given architecture and K: one with a `max_batch` up to
 # that batch; above, the first whose grid runs in one wave, else the last.
-VARIANTS = _front_variants()
+_FRONT = _front_variants()
+
+SCORES_HEADS = (8, 16, 32, 64)
+SCORES_PAGE_SIZES = (32, 64, 128)
+# Columns of the largest product: heads times the rows that share a read
+_SCORES_COLUMNS = {"paged": 128, "paged_fp4": 64}
+# Pages of 64 tokens are the fast case. Others are served, not tuned: each row reads for itself.
+_SCORES = tuple(
+    ScoresVariant("sm_90a", schedule, heads, page_size, rows)
+    for schedule, columns in _SCORES_COLUMNS.items()
+    for heads in SCORES_HEADS
+    for page_size, rows in ((64, 1), (64, 2), (64, 4), (32, 1), (128, 1))
+    if heads * rows <= columns
+)
+
+VARIANTS: tuple[FrontVariant | ScoresVariant, ...] = (*_FRONT, *_SCORES)
 
 # The operators that have kernels; their places are `Operator` of csrc_glue/kernel_table.h.
-OPERATORS = ("index_front",)
+OPERATORS = ("index_front", "index_scores")
 
 # implementation=None takes the jnp form above this batch: the largest at which the kernel was
 # measured, and found the faster of the two (docs/performance.md). Architectures that nobody has
@@ -85,14 +132,16 @@ def architecture(compute_capability: tuple[int, int]) -> str:
 
 def unsupported(operator: str, key: int, arch: str) -> str | None:
     """One sentence why an operator has no shipped kernels of this key; None if it has some."""
-    assert operator == "index_front"
-    return front_unsupported(key, 0, arch)
+    if operator == "index_front":
+        return front_unsupported(key, 0, arch)
+    return scores_unsupported(key & 0xFFFF, key >> 16 & 0xFFFFFFFF, arch)
 
 
 def key_text(operator: str, key: int) -> str:
     """The key in the words of a message."""
-    assert operator == "index_front"
-    return f"K = {key}"
+    if operator == "index_front":
+        return f"K = {key}"
+    return f"{key & 0xFFFF} heads and pages of {key >> 16 & 0xFFFFFFFF} tokens"
 
 
 def front_unsupported(k: int, pitch: int, arch: str, heads: int = 1, batch: int = 1) -> str | None:
@@ -113,9 +162,22 @@ def front_unsupported(k: int, pitch: int, arch: str, heads: int = 1, batch: int 
         )
     if heads > MAX_GRID:
         return f"the kernel takes at most {MAX_GRID} heads, got {heads}"
-    rows = MAX_GRID * max(v.tile for v in VARIANTS if (v.arch, v.k) == (arch, k))
+    rows = MAX_GRID * max(v.tile for v in _FRONT if (v.arch, v.k) == (arch, k))
     if batch > rows:
         return f"the kernel for {arch} takes at most {rows} rows, got {batch}"
+    return None
+
+
+def scores_unsupported(heads: int, page_size: int, arch: str) -> str | None:
+    """One sentence why no shipped kernel of `index_scores` takes these; None if one does."""
+    if not any(v.arch == arch for v in _SCORES):
+        return f"no kernel of index_scores is shipped for {arch}, only for sm_90a"
+    if heads not in SCORES_HEADS:
+        known = ", ".join(map(str, SCORES_HEADS))
+        return f"no kernel of index_scores is shipped for H = {heads}, only for H = {known}"
+    if page_size not in SCORES_PAGE_SIZES:
+        known = ", ".join(map(str, SCORES_PAGE_SIZES))
+        return f"no kernel of index_scores takes pages of {page_size} tokens, only of {known}"
     return None
 
 

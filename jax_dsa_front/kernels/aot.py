@@ -15,13 +15,26 @@ from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
 
-from .._runtime.variants import VARIANTS, FrontVariant, digest
+from .._runtime.variants import VARIANTS, FrontVariant, ScoresVariant, digest
 
 PROCESSES = 4  # at most; each takes 0.4 GB
 
 
-def build_kernel(variant: FrontVariant):
-    """The kernel object of a variant."""
+def build_kernel(variant: FrontVariant | ScoresVariant):
+    """(the kernel object of a variant, its arguments)"""
+    if isinstance(variant, FrontVariant):
+        from .front.arguments import front_arguments
+
+        return front_kernel(variant), front_arguments()
+    from .scores.arguments import scores_arguments
+    from .scores.paged import Paged
+    from .scores.paged_fp4 import PagedFp4
+
+    kind = {"paged": Paged, "paged_fp4": PagedFp4}[variant.schedule]
+    return kind(variant.heads, variant.tile, variant.page_size), scores_arguments()
+
+
+def front_kernel(variant: FrontVariant):
     from .front.row_norm import RowNorm
     from .front.split_k import SplitK
     from .front.split_k_rows import SplitKRows
@@ -40,14 +53,12 @@ def build_kernel(variant: FrontVariant):
             raise ValueError(f"unknown schedule {other!r}")
 
 
-def compile_variant(variant: FrontVariant, output: Path) -> dict:
+def compile_variant(variant: FrontVariant | ScoresVariant, output: Path) -> dict:
     """Writes `output/<name>.cubin` and returns its manifest entry."""
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream
 
-    from .front.arguments import front_arguments
-
-    kernel = build_kernel(variant)
+    kernel, arguments = build_kernel(variant)
     type(kernel).kernel.set_name_prefix(
         variant.name, remove_cutlass_symbol=True, keep_mangled_name=False
     )
@@ -55,7 +66,7 @@ def compile_variant(variant: FrontVariant, output: Path) -> dict:
         warnings.simplefilter("ignore")
         compiled = cute.compile(
             kernel,
-            front_arguments(),
+            arguments,
             make_fake_stream(),
             options=f"--gpu-arch {variant.arch} --keep-cubin --dump-dir {scratch}",
         )

@@ -86,12 +86,28 @@ def multiply(left, right):
     return asm("mul.rn.f32 $0, $1, $2;", (left, right), (Float32,), pure=True)
 
 
+def fma(left, right, addend):
+    return asm("fma.rn.f32 $0, $1, $2, $3;", (left, right, addend), (Float32,), pure=True)
+
+
+def twice_positive(value):
+    """2 * max(value, 0), NaN for NaN: an addition runs at twice the rate of a maximum, which would
+    also make 0 of NaN."""
+    code = "{ .reg .f32 t; abs.f32 t, $1; add.rn.f32 $0, $1, t; }"
+    return asm(code, (value,), (Float32,), pure=True)
+
+
 def max_u32(left, right):
     return asm("max.u32 $0, $1, $2;", (left, right), (Uint32,), pure=True)
 
 
 def max_u16x2(left, right):
     return asm("max.u16x2 $0, $1, $2;", (left, right), (Uint32,), pure=True)
+
+
+def multiply_bf16_pair(left, right):
+    """Two products, rounded to nearest, subnormals kept."""
+    return asm("mul.rn.bf16x2 $0, $1, $2;", (left, right), (Uint32,), pure=True)
 
 
 def e4m3_pair(low, high):
@@ -132,6 +148,44 @@ def wgmma_64xnx64(accumulator, a, b, columns):
     code += "add.s64 a, a, 2; add.s64 b, b, 2; ".join([step] * 4)
     code += "wgmma.commit_group.sync.aligned; }"
     return asm(code, (*accumulator, a, b), (Float32,) * count, tied=count)
+
+
+def wgmma_64xnx128_e4m3(a, b, columns):
+    """Starts a[64, 128] b[columns, 128]^T of e4m3 codes as one group of four wgmma and returns the
+    accumulator; `a`, `b` are descriptors."""
+    count = columns // 2
+    registers = "{" + ",".join(f"${i}" for i in range(count)) + "}"
+    step = (
+        f"wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3 {registers}, a, b, p, 1, 1; "
+    )
+    code = f"{{ .reg .b64 a, b; .reg .pred p; mov.b64 a, ${count}; mov.b64 b, ${count + 1}; "
+    code += "setp.ne.b32 p, 0, 0; wgmma.fence.sync.aligned; "
+    # The next 32 columns lie 32 bytes further; descriptors count in 16 bytes.
+    advance = "add.s64 a, a, 2; add.s64 b, b, 2; "
+    code += step + "setp.eq.b32 p, 0, 0; " + advance + advance.join([step] * 3)
+    code += "wgmma.commit_group.sync.aligned; }"
+    return asm(code, (a, b), (Float32,) * count, early=True)
+
+
+def wgmma_64xnx128_bf16(a, b, columns):
+    """Starts a[64, 128] b[columns, 128]^T of bf16 as one group of eight wgmma and returns the
+    accumulator. `a` are the registers of the eight steps, four each; `b` is the descriptor of the
+    first of two halves of 64 columns of b."""
+    count = columns // 2
+    registers = "{" + ",".join(f"${i}" for i in range(count)) + "}"
+    code = f"{{ .reg .b64 b; .reg .pred p; mov.b64 b, ${count + 32}; "
+    code += "setp.ne.b32 p, 0, 0; wgmma.fence.sync.aligned; "
+    for step in range(8):
+        operand = "{" + ",".join(f"${count + 4 * step + i}" for i in range(4)) + "}"
+        code += f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {registers}, "
+        code += f"{operand}, b, p, 1, 1, 0; "
+        if step == 0:
+            code += "setp.eq.b32 p, 0, 0; "
+        # The next 16 columns lie 32 bytes further, the other half behind all rows of the first;
+        # descriptors count in 16 bytes.
+        code += f"add.s64 b, b, {2 if step != 3 else columns * 8 - 6}; "
+    code += "wgmma.commit_group.sync.aligned; }"
+    return asm(code, (*a, b), (Float32,) * count, early=True)
 
 
 def wgmma_wait(accumulator, pending):

@@ -107,6 +107,15 @@ def evict_first_policy():
     return asm("createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", (), (Int64,), pure=True)
 
 
+def evict_normal_policy():
+    return asm("createpolicy.fractional.L2::evict_normal.b64 $0, 1.0;", (), (Int64,), pure=True)
+
+
+def evict_last_policy():
+    """For what the next kernel reads."""
+    return asm("createpolicy.fractional.L2::evict_last.b64 $0, 1.0;", (), (Int64,), pure=True)
+
+
 def bulk_copy(shared, source, nbytes, bar, policy=None):
     operands = (Int32(shared), Int64(source), Int32(nbytes), Int32(bar))
     code = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -121,6 +130,25 @@ def bulk_copy_multicast(shared, source, nbytes, bar, ctas):
     code = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
     code = "{ .reg .b16 m; cvt.u16.u32 m, $4; " + code + " [$0], [$1], $2, [$3], m; }"
     asm(code, (Int32(shared), Int64(source), Int32(nbytes), Int32(bar), Int32(ctas)))
+
+
+def tensor_copy_2d(shared, tensor_map, column, row, bar):
+    code = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+    operands = (Int32(shared), Int64(tensor_map), Int32(column), Int32(row), Int32(bar))
+    asm(code + " [$0], [$1, {$2,$3}], [$4];", operands)
+
+
+def tensor_copy_4d(shared, tensor_map, outer, bar, policy):
+    """The box at (0, 0, *outer)."""
+    code = "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+    code += ".L2::cache_hint [$0], [$1, {$6,$6,$2,$3}], [$4], $5;"
+    second, third = outer
+    operands = (Int32(shared), Int64(tensor_map), Int32(second), Int32(third), Int32(bar))
+    asm(code, (*operands, policy, Int32(0)))
+
+
+def prefetch_tensor_map(tensor_map):
+    asm("prefetch.tensormap [$0];", (Int64(tensor_map),))
 
 
 def peer_address(shared, rank):
@@ -165,6 +193,15 @@ def load_global_i64(address):
     return asm("ld.global.s64 $0, [$1];", (Int64(address),), (Int64,))
 
 
+def load_global_words(base, index, is_wide):
+    """Element `index` of an array of 4-byte integers, or of 8-byte ones if `is_wide` is not 0: (low
+    word, high word or 0), both as they came, so that nothing waits for them here."""
+    code = "{ .reg .pred p; .reg .b64 a; .reg .b32 s; setp.ne.s32 p, $4, 0; "
+    code += "selp.b32 s, 3, 2, p; shl.b64 a, $3, s; add.s64 a, a, $2; mov.b32 $1, 0; "
+    code += "ld.global.b32 $0, [a]; @p ld.global.b32 $1, [a+4]; }"
+    return asm(code, (Int64(base), Int64(index), Int32(is_wide)), (Int32, Int32), early=True)
+
+
 def load_global_16bit(address):
     """Two bytes, kept as they came: widening them here would make the warp wait for them here."""
     return asm("ld.global.u16 $0, [$1];", (Int64(address),), (Int16,))
@@ -174,8 +211,10 @@ def store_global_16b(address, words):
     asm("st.global.v4.u32 [$0], {$1,$2,$3,$4};", (Int64(address), *words))
 
 
-def store_global_f32(address, value):
-    asm("st.global.f32 [$0], $1;", (Int64(address), value))
+def store_global_f32(address, value, policy=None):
+    if policy is None:
+        return asm("st.global.f32 [$0], $1;", (Int64(address), value))
+    asm("st.global.L2::cache_hint.f32 [$0], $1, $2;", (Int64(address), value, policy))
 
 
 def store_global_u32(address, word):
@@ -201,12 +240,36 @@ def load_shared_16b(address):
     return asm("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", (Int32(address),), (Uint32,) * 4)
 
 
+def load_shared_i32(address):
+    return asm("ld.shared.s32 $0, [$1];", (Int32(address),), (Int32,))
+
+
+def load_shared_i32x4(address):
+    return asm("ld.shared.v4.s32 {$0,$1,$2,$3}, [$4];", (Int32(address),), (Int32,) * 4)
+
+
+def load_shared_u32(address):
+    return asm("ld.shared.u32 $0, [$1];", (Int32(address),), (Uint32,))
+
+
 def load_shared_f32(address):
     return asm("ld.shared.f32 $0, [$1];", (Int32(address),), (Float32,))
 
 
+def load_shared_f32x2(address):
+    return asm("ld.shared.v2.f32 {$0,$1}, [$2];", (Int32(address),), (Float32,) * 2)
+
+
 def load_shared_f32x4(address):
     return asm("ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", (Int32(address),), (Float32,) * 4)
+
+
+def store_shared_i32(address, word):
+    asm("st.shared.s32 [$0], $1;", (Int32(address), Int32(word)))
+
+
+def store_shared_u32(address, word):
+    asm("st.shared.u32 [$0], $1;", (Int32(address), word))
 
 
 def store_shared_f32(address, value):

@@ -179,7 +179,7 @@ def test_info(tmp_path):
     assert_plain(text.replace(folder, ""))  # likewise
     facts = (dsa.__version__, jax.__version__, sys.version.split()[0], *variants.ARCHITECTURES)
     facts = *facts, "environment JAX_PLATFORMS=cpu", "1 x cpu", "at B = 1, 8"
-    for fact in (*facts, f"{library.INDEX_FRONT} registered for CUDA"):
+    for fact in (*facts, f"{', '.join(library.TARGETS)} registered for CUDA"):
         assert fact in " ".join(text.split())
     assert f"cuda-bindings {cli._version('cuda-bindings')}" in " ".join(text.split())
     assert "unknown (" not in text

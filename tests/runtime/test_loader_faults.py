@@ -13,9 +13,14 @@ import faults
 from fake_driver import CUresult, FakeDriver
 from jax_dsa_front._runtime import library, loader, variants
 
+BUILT = variants.CUBINS
 PREFIX = "jax_dsa_front could not load its kernels: "
 FRONT = variants.OPERATORS.index("index_front")
-TILES = [v.tile for v in variants.VARIANTS if (v.arch, v.k) == ("sm_90a", 1536)]
+TILES = [
+    v.tile
+    for v in variants.VARIANTS
+    if (v.operator, v.arch, v.key) == ("index_front", "sm_90a", 1536)
+]
 
 
 class Published:
@@ -33,7 +38,7 @@ class Published:
 def package(tmp_path, monkeypatch):
     """A copy of the package's cubins that the loader uses, and nothing loaded yet."""
     folder = tmp_path / "package"
-    shutil.copytree(variants.CUBINS, folder / "cubins")
+    shutil.copytree(BUILT, folder / "cubins")
     monkeypatch.setattr(variants, "CUBINS", folder / "cubins")
     monkeypatch.setattr(variants, "MANIFEST", folder / "cubins" / "manifest.json")
     monkeypatch.setattr(loader, "_libraries", {})
@@ -222,4 +227,4 @@ def test_reading_a_cubin(package):
         change(package)
         with pytest.raises(library.KernelUnavailableError, match=says):
             library.cubin(entry)
-        shutil.copytree(faults.PACKAGE / "cubins", package / "cubins", dirs_exist_ok=True)
+        shutil.copytree(BUILT, package / "cubins", dirs_exist_ok=True)
