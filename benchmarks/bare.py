@@ -60,7 +60,39 @@ class FrontParams(ctypes.Structure):
     )
 
 
-FORMAT_FLAGS = {"fp8": 0, "mxfp8": 8, "mxfp4": 16}
+class ScoresParams(ctypes.Structure):
+    """`ScoresParams` of csrc_glue/scores_params.h."""
+
+    _fields_ = (
+        ("block_table", ctypes.c_void_p),
+        ("context_lens", ctypes.c_void_p),
+        ("layer", ctypes.c_void_p),
+        ("flags", ctypes.c_int32),
+        ("static_layer", ctypes.c_int32),
+        ("num_layers", ctypes.c_int32),
+        ("pages", ctypes.c_int32),
+        ("table_width", ctypes.c_int32),
+        ("rows_per_sequence", ctypes.c_int32),
+        ("groups", ctypes.c_int32),
+        ("groups_per_sequence", ctypes.c_int32),
+        ("reciprocal", ctypes.c_int32),
+        ("ctas_per_group", ctypes.c_int32),
+        ("groups_with_more", ctypes.c_int32),
+        ("entries", ctypes.c_int32),
+        ("groups_per_entry", ctypes.c_int32),
+        ("search_steps", ctypes.c_int32),
+        ("batch", ctypes.c_int32),
+        ("weights", ctypes.c_void_p),
+        ("scores", ctypes.c_void_p),
+        ("query", ctypes.c_void_p),
+        ("query_scale", ctypes.c_void_p),
+        ("cache", ctypes.c_void_p),
+    )
+
+
+FORMAT_FLAGS = {"fp8": 0, "mxfp8": 8, "mxfp4": 16}  # FrontFlags
+# ScoresFlags
+SCORES_TABLE_64, SCORES_LENGTHS_64, SCORES_WEIGHTS_BF16, SCORES_MXFP8, SCORES_FILL = 1, 2, 4, 8, 16
 
 
 def check(result):
@@ -80,6 +112,23 @@ def launch_front(k, params, heads, wq_b_rows, stream):
         ctypes.byref(params),
         heads,
         ctypes.c_int64(wq_b_rows),
+        ctypes.c_void_p(int(stream)),
+        message,
+        len(message),
+    )
+    if failed:
+        raise RuntimeError(message.value.decode())
+
+
+def launch_scores(params, heads, page_size, cache_format, stream):
+    """The handler's own choice of a scorer and its launch, on device 0."""
+    message = ctypes.create_string_buffer(1024)
+    failed = library.handler.JaxDsaFrontIndexScoresLaunch(
+        0,
+        int(cache_format == "mxfp4"),
+        ctypes.byref(params),
+        heads,
+        page_size,
         ctypes.c_void_p(int(stream)),
         message,
         len(message),

@@ -27,8 +27,8 @@ enum FrontSchedule : int32_t {
 
 // Likewise of the scorers.
 enum ScoresSchedule : int32_t {
-  kPaged = 0,     // fp8, mxfp8; grid (clusters_per_wave), tensor maps of the keys and of the query first
-  kPagedFp4 = 1,  // mxfp4; the same grid, no tensor map
+  kPaged = 0,     // fp8, mxfp8; grid (clusters_per_wave), tensor maps of the query and of the keys first
+  kPagedFp4 = 1,  // mxfp4; the same without the first tensor map
 };
 
 // Mirrored by `_Kernel` in loader.py.

@@ -27,15 +27,17 @@ const Kernel& Choose(const KernelSet& set, int32_t rows_per_sequence) {
   return *best;
 }
 
-// A page and its scales as rows of 128 bytes, one box each; layers are the fourth dimension.
-CUresult EncodeKeys(const Driver& driver, const ScoresParams& p, int32_t page_size, CUtensorMap* map) {
-  const cuuint64_t page_bytes = cuuint64_t(page_size) * (kHeadDim + 4);
-  const cuuint64_t extents[4] = {kHeadDim, page_bytes / kHeadDim, cuuint64_t(p.pages), cuuint64_t(p.num_layers)};
-  const cuuint64_t strides[3] = {kHeadDim, page_bytes, page_bytes * p.pages};
-  const cuuint32_t box[4] = {kHeadDim, cuuint32_t(page_bytes / kHeadDim), 1, 1};
+// A page and its scales as rows of 128 bytes, one box each; layers are the fourth dimension. Codes of mxfp4 are read by
+// threads, not by wgmma, and stay as they are.
+CUresult EncodeKeys(const Driver& driver, const ScoresParams& p, int32_t page_size, bool is_mxfp4, CUtensorMap* map) {
+  const cuuint64_t page_bytes = cuuint64_t(page_size) * (is_mxfp4 ? 68 : 132);
+  const cuuint64_t extents[4] = {128, page_bytes / 128, cuuint64_t(p.pages), cuuint64_t(p.num_layers)};
+  const cuuint64_t strides[3] = {128, page_bytes, page_bytes * p.pages};
+  const cuuint32_t box[4] = {128, cuuint32_t(page_bytes / 128), 1, 1};
   const cuuint32_t unit[4] = {1, 1, 1, 1};
   return driver.encode_tiled(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 4, const_cast<void*>(p.cache), extents, strides, box,
-                             unit, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                             unit, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                             is_mxfp4 ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B,
                              CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
@@ -66,11 +68,11 @@ void Deal(const Kernel& kernel, ScoresParams* p) {
 
 CUresult Launch(const Kernel& kernel, CUtensorMap* keys, CUtensorMap* query, ScoresParams& p,
                 CUstream stream) {
-  void* arguments[] = {keys, query, &p.block_table, &p.context_lens, &p.layer, &p.flags, &p.static_layer, &p.num_layers,
+  void* arguments[] = {query, keys, &p.block_table, &p.context_lens, &p.layer, &p.flags, &p.static_layer, &p.num_layers,
                        &p.pages, &p.table_width, &p.rows_per_sequence, &p.groups, &p.groups_per_sequence, &p.reciprocal,
                        &p.ctas_per_group, &p.groups_with_more, &p.entries, &p.groups_per_entry, &p.search_steps,
                        &p.batch, &p.weights, &p.scores, &p.query, &p.query_scale, &p.cache};
-  void** first = arguments + (kernel.schedule == kPagedFp4 ? 2 : 0);  // without tensor maps
+  void** first = arguments + (kernel.schedule == kPagedFp4 ? 1 : 0);  // which has no tensor map of the query
   return LaunchKernel(kernel, {unsigned(kernel.clusters_per_wave), 1, 1}, first, stream, false);
 }
 
@@ -87,13 +89,12 @@ std::string LaunchScores(const KernelSet& set, ScoresParams& params, int32_t hea
   Deal(kernel, &params);
   params.flags &= ~kKeepScores;
   if (int64_t{params.batch} * params.table_width * page_size * 4 <= kMostKeptBytes) params.flags |= kKeepScores;
+  const bool is_mxfp4 = kernel.schedule == kPagedFp4;
   CUtensorMap keys, query;
-  if (kernel.schedule == kPaged) {
-    CUresult status = EncodeKeys(driver, params, page_size, &keys);
-    if (status == CUDA_SUCCESS) status = EncodeQuery(driver, params, heads, kernel.tile, &query);
-    if (status != CUDA_SUCCESS) return DriverError(status, "cuTensorMapEncodeTiled");
-  }
-  const CUresult status = Launch(kernel, &keys, &query, params, stream);
+  CUresult status = EncodeKeys(driver, params, page_size, is_mxfp4, &keys);
+  if (status == CUDA_SUCCESS && !is_mxfp4) status = EncodeQuery(driver, params, heads, kernel.tile, &query);
+  if (status != CUDA_SUCCESS) return DriverError(status, "cuTensorMapEncodeTiled");
+  status = Launch(kernel, &keys, &query, params, stream);
   return status == CUDA_SUCCESS ? "" : DriverError(status, "cuLaunchKernelEx");
 }
 

@@ -21,7 +21,6 @@ included, just the tokens change that slots name, and that a second call gives t
 """
 
 import argparse
-import ctypes
 import sys
 import time
 from pathlib import Path
@@ -30,10 +29,11 @@ import ml_dtypes
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from bare import FORMAT_FLAGS, FrontParams, check, launch_front
+from bare import FORMAT_FLAGS, FrontParams, launch_front
 
+from bare_device import Device, Launches
 from jax_dsa_front import HEAD_DIM, ROW_BYTES
-from jax_dsa_front._runtime import library, loader, variants
+from jax_dsa_front._runtime import library, variants
 
 ARCH = "sm_90a"
 # (B, H), a schedule per line, which 132 SMs choose by their 66 clusters of 2. A call takes one of
@@ -55,67 +55,6 @@ HEAD_STARTS = (0, 3, -1, 2**31 - 1, None, -(2**31), 2, 6, 5)  # None: on the hos
 PAGES = 12  # the first and the last are guards
 PAGE_SIZES = {"fp8": 64, "mxfp8": 37, "mxfp4": 64}
 SLOTS_64, HEAD_WEIGHTS_F32, WEIGHTS_F32 = 1, 2, 4  # FrontFlags in csrc_glue/front_params.h
-
-LaunchFunction = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)  # cuLaunchKernelEx
-
-
-class Launches:
-    """Stands between handler and driver, to say afterwards which kernels were launched."""
-
-    def __init__(self):
-        self.names, self.handles = {}, []  # handle -> name; handles in the order of the launches
-        self.callbacks = []  # the handler keeps the first one's address
-        load, entry_point = loader._kernel, loader._entry_point
-
-        def remembering(driver, entry, device):
-            kernel = load(driver, entry, device)
-            self.names[kernel.handle] = entry["name"]
-            return kernel
-
-        def intercepting(driver, name):
-            address = entry_point(driver, name)
-            return self.counted(address) if name == "cuLaunchKernelEx" else address
-
-        loader._kernel, loader._entry_point = remembering, intercepting
-
-    def counted(self, address):
-        launch = LaunchFunction(address)
-
-        def count(config, handle, arguments, extra):
-            self.handles.append(handle)
-            return launch(config, handle, arguments, extra)
-
-        self.callbacks.append(LaunchFunction(count))
-        return ctypes.cast(self.callbacks[-1], ctypes.c_void_p).value
-
-
-class Device:
-    """The first GPU, without JAX. Its buffers (0.3 GB in all) are never given back, so no address
-    comes twice."""
-
-    def __init__(self):
-        self.driver = library.bindings()
-        context = check(self.driver.cuDevicePrimaryCtxRetain(check(self.driver.cuDeviceGet(0))))
-        check(self.driver.cuCtxSetCurrent(context))
-        self.stream = check(self.driver.cuStreamCreate(0))  # waits for copies: not non-blocking
-
-    def empty(self, nbytes):
-        return int(check(self.driver.cuMemAlloc(nbytes)))
-
-    def put(self, array):
-        array = np.ascontiguousarray(array)
-        address = self.empty(array.nbytes)
-        check(self.driver.cuMemcpyHtoD(address, array.ctypes.data, array.nbytes))
-        return address
-
-    def get(self, address, nbytes):
-        array = np.empty(nbytes, np.uint8)
-        check(self.driver.cuMemcpyDtoH(array.ctypes.data, address, nbytes))
-        return array
-
-    def launch(self, k, params, heads, wq_b_rows):
-        launch_front(k, params, heads, wq_b_rows, self.stream)
-        check(self.driver.cuStreamSynchronize(self.stream))
 
 
 def normal(rng, *shape):
@@ -222,7 +161,8 @@ class Call:
         addresses = {name: device.empty(nbytes) for name, nbytes in self.results.items()}
         for name, address in addresses.items():
             setattr(params, name, address)
-        device.launch(self.k, params, self.heads, self.wq_b_rows)
+        launch_front(self.k, params, self.heads, self.wq_b_rows, device.stream)
+        device.wait()
         results = {name: device.get(addresses[name], n) for name, n in self.results.items()}
         return {"cache": device.get(cache, self.before.nbytes), **results}
 

@@ -2,11 +2,11 @@
 
 A page with its scales is one box of the copy engine. The keys are the A operand of wgmma, the heads
 of a group's rows are B: 64 keys times up to 128 heads in one product, which four math warpgroups
-take in turn, one page each. A seventeenth warp issues all copies.
+take in turn, one page each. Warp 0 issues all copies.
 
 No CTA waits for a schedule. Its first pages follow from its number: their block-table entries are
-read in the first instructions. Meanwhile a math warp reads the lengths and adds up the pages of
-all groups; what is left is dealt evenly, a contiguous run to each CTA.
+read in the first instructions. Meanwhile warp 1 reads the lengths and adds up the pages of all
+groups; what is left is dealt evenly, a contiguous run to each CTA.
 
 The issuer leaves a descriptor of the item beside each page, so that the math warps follow no table.
 """
@@ -42,7 +42,8 @@ from .arguments import (
 
 GROUPS = 4  # math warpgroups
 WARPS = 4 * GROUPS
-THREADS = 32 * (WARPS + 1)
+FIRST_WARP = 4  # of them: a warpgroup begins at a multiple of four
+THREADS = 32 * (FIRST_WARP + WARPS)  # two of the warps before them have nothing to do
 STATIC = 4  # pages per CTA that need no prefix sum; measured best of 0, 1, 2, 4, 8
 BATCH = 32  # items whose entries and lengths the issuer loads together, one a lane
 FILL = 1024  # columns that a warp fills at a time
@@ -54,8 +55,9 @@ ABSENT, PRESENT, SKIPPED = 0, 1, 2
 
 # Named barriers
 BARRIER_OPEN = 1  # the mbarriers are initialised
+OPEN_THREADS = 32 * (WARPS + 1)  # of the math warps, and of the issuer
 BARRIER_READY = 2  # and the prefix sum is there
-BARRIER_ENTRIES = 3
+READY_THREADS = 32 * (WARPS + 2)  # and of warp 1
 
 
 class Paged:
@@ -64,7 +66,7 @@ class Paged:
     cluster = 1
     threads = THREADS
     most_stages = 12
-    pages_before_query = 1  # of the first pages, how many are asked for before the query
+    query_comes_first = True
 
     def __init__(self, heads, rows, page_size):
         self.heads, self.rows, self.page_size = heads, rows, page_size
@@ -80,8 +82,8 @@ class Paged:
             self.stages -= GROUPS
         self.shared = self.layout()
         # The issuer waits for so many stages at once, one a lane: item by item it took 500 clocks
-        # each. They divide the first pages and all stages evenly. Eight stages are too few for it.
-        self.chunk = 4 if self.stages > 8 else 1
+        # each. They divide the first pages and all stages evenly.
+        self.chunk = 4 if self.stages > 8 else 2
         assert self.stages % GROUPS == 0 and STATIC % self.chunk == 0 == BATCH % self.chunk
 
     def sizes(self):
@@ -108,14 +110,14 @@ class Paged:
 
     @cute.jit
     def __call__(self, arguments: ScoresArguments, stream):
-        keys, queries = self.tensor_maps(arguments)
+        queries, keys = self.tensor_maps(arguments, 2)
         # No launch happens here: the handler sets the grid.
-        self.kernel(keys, queries, arguments).launch(
+        self.kernel(queries, keys, arguments).launch(
             grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
-    def tensor_maps(self, arguments):
-        """Two parameters for tensor maps; their contents are the handler's."""
+    def tensor_maps(self, arguments, count):
+        """Parameters for tensor maps; their contents are the handler's."""
         tensor = cute.make_tensor(
             cute.make_ptr(Uint8, arguments.query, cute.AddressSpace.gmem, assumed_align=16),
             cute.make_layout((1 << 20, HEAD_DIM), stride=(HEAD_DIM, 1)),
@@ -125,10 +127,12 @@ class Paged:
             cute.make_swizzle(3, 4, 3), 0, cute.make_layout(box, stride=(HEAD_DIM, 1))
         )
         operation = cpasync.CopyBulkTensorTileG2SOp()
-        return [cpasync.make_tiled_tma_atom(operation, tensor, shared, box)[0] for _ in range(2)]
+        return [
+            cpasync.make_tiled_tma_atom(operation, tensor, shared, box)[0] for _ in range(count)
+        ]
 
     @cute.kernel
-    def kernel(self, keys: cute.CopyAtom, queries: cute.CopyAtom, arguments: ScoresArguments):
+    def kernel(self, queries: cute.CopyAtom, keys: cute.CopyAtom, arguments: ScoresArguments):
         self.run(arguments, [map_address(atom) for atom in (keys, queries)])
 
     @cute.jit
@@ -142,26 +146,27 @@ class Paged:
         shared["empty"] = shared["bars"] + 8 * self.stages
         shared["bars_query"] = shared["empty"] + 8 * self.stages
         cute.arch.griddepcontrol_wait()
-        if warp == WARPS:
+        if warp == 0:
             self.issue(arguments, maps, shared, cta, ctas, lane)
             cute.arch.griddepcontrol_launch_dependents()
-        else:
-            if warp == 0:
-                self.add_up(arguments, shared, cta, ctas, lane)
-            else:
-                self.open_barriers(shared, warp)
-                cute.arch.barrier_arrive(barrier_id=BARRIER_OPEN, number_of_threads=32 * WARPS)
-            cute.arch.barrier(barrier_id=BARRIER_READY, number_of_threads=THREADS)
-            self.take_pages(arguments, shared, warp, lane)
+        elif warp == 1:
+            self.add_up(arguments, shared, cta, ctas, lane)
+            cute.arch.barrier_arrive(barrier_id=BARRIER_READY, number_of_threads=READY_THREADS)
+        elif warp >= FIRST_WARP:
+            math_warp = warp - FIRST_WARP
+            self.open_barriers(shared, math_warp)
+            cute.arch.barrier_arrive(barrier_id=BARRIER_OPEN, number_of_threads=OPEN_THREADS)
+            cute.arch.barrier(barrier_id=BARRIER_READY, number_of_threads=READY_THREADS)
+            self.take_pages(arguments, shared, math_warp, lane)
             if (arguments.flags & FLAG_FILL) != 0:
-                self.fill(arguments, cta * WARPS + warp, ctas * WARPS, lane)
+                self.fill(arguments, cta * WARPS + math_warp, ctas * WARPS, lane)
 
     @cute.jit
     def open_barriers(self, shared, warp):
         """Spread over the warps: one takes about 60 clocks, and all in one warp 1,800."""
         with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(-(-3 * self.stages // (WARPS - 1))):
-                bar = warp - 1 + i * (WARPS - 1)
+            for i in cutlass.range_constexpr(-(-3 * self.stages // WARPS)):
+                bar = warp + i * WARPS
                 if bar < 3 * self.stages:
                     is_empty = (bar >= self.stages) & (bar < 2 * self.stages)
                     ptx.mbarrier_init(
@@ -287,14 +292,19 @@ class Paged:
             tag = select(inside, state, Int32(SKIPPED))
             self.describe(shared, lane, row, column, tag, lengths)
         page = select(state == PRESENT, page, Int32(-1))
-        cute.arch.barrier(barrier_id=BARRIER_OPEN, number_of_threads=32 * WARPS)
-        for i in cutlass.range_constexpr(STATIC):
-            static_page = cute.arch.shuffle_sync(page, i)
+        cute.arch.barrier(barrier_id=BARRIER_OPEN, number_of_threads=OPEN_THREADS)
+        static = [cute.arch.shuffle_sync(page, i) for i in range(STATIC)]
+        if cutlass.const_expr(not self.query_comes_first):
+            self.copy_pages(maps, shared, Int32(0), static, Int32(STATIC), layer, policy)
+        if cute.arch.vote_any_sync(lengths_exceed(lengths, 0)):
+            self.copy_query(arguments, maps, shared, 0, row, count, lane)
+        else:  # padding: only the phase of the barrier counts
             with cute.arch.elect_one():
-                self.copy_page(arguments, maps, shared, i, static_page, layer, policy)
-            if cutlass.const_expr(i == self.pages_before_query - 1):
-                self.copy_query(arguments, maps, shared, 0, row, count, lane)
-        cute.arch.barrier(barrier_id=BARRIER_READY, number_of_threads=THREADS)
+                ptx.mbarrier_arrive(shared["bars_query"])
+        if cutlass.const_expr(self.query_comes_first):
+            self.copy_pages(maps, shared, Int32(0), static, Int32(STATIC), layer, policy)
+        cute.arch.sync_warp()  # one lane was away; a barrier takes whole warps
+        cute.arch.barrier(barrier_id=BARRIER_READY, number_of_threads=READY_THREADS)
         first = ptx.load_shared_i32(shared["share"])
         own = ptx.load_shared_i32(shared["share"] + 4)
         if own > 0:
@@ -325,17 +335,21 @@ class Paged:
                         ptx.mbarrier_wait(shared["empty"] + 8 * mine, parity)
                         self.describe(shared, mine, row, column, tag + state, lengths)
                     cute.arch.sync_warp()
-                    for j in cutlass.range(i, after):
-                        item_page = cute.arch.shuffle_sync(page, j)
-                        if ((fresh >> j) & 1) != 0:
-                            slot = self.query_stage(cute.arch.shuffle_sync(tag, j) >> 2)
-                            new_row = cute.arch.shuffle_sync(row, j)
-                            new_count = cute.arch.shuffle_sync(count, j)
-                            self.copy_query(arguments, maps, shared, slot, new_row, new_count, lane)
-                        with cute.arch.elect_one():
-                            self.copy_page(
-                                arguments, maps, shared, stage + j - i, item_page, layer, policy
-                            )
+                    if ((fresh >> i) & ((1 << self.chunk) - 1)) != 0:
+                        for j in cutlass.range(i, after):
+                            if ((fresh >> j) & 1) != 0:
+                                slot = self.query_stage(cute.arch.shuffle_sync(tag, j) >> 2)
+                                self.copy_query(
+                                    arguments,
+                                    maps,
+                                    shared,
+                                    slot,
+                                    cute.arch.shuffle_sync(row, j),
+                                    cute.arch.shuffle_sync(count, j),
+                                    lane,
+                                )
+                    pages = [cute.arch.shuffle_sync(page, i + j) for j in range(self.chunk)]
+                    self.copy_pages(maps, shared, stage, pages, after - i, layer, policy)
                     stage = stage + self.chunk
                     if stage == self.stages:
                         stage = Int32(0)
@@ -387,14 +401,12 @@ class Paged:
         page = page_of(arguments, words)
         limit = self.limit(arguments)
         lengths = [length_of(arguments, length, limit) for length in lengths]
-        longest = lengths[0]
-        for length in lengths[1:]:
-            longest = cutlass.max(longest, length)
+        state = select(page < 0, Int32(ABSENT), Int32(PRESENT))
+        reached = lengths_exceed(lengths, column * self.page_size)
+        state = select(reached, state, Int32(SKIPPED))
         lengths = [lengths[0]] + [
             select(r < count, lengths[r], Int32(-1)) for r in range(1, self.rows)
         ]
-        state = select(page < 0, Int32(ABSENT), Int32(PRESENT))
-        state = select(column * self.page_size < longest, state, Int32(SKIPPED))
         return page, state, lengths
 
     def describe(self, shared, stage, row, column, tag, lengths):
@@ -404,15 +416,21 @@ class Paged:
             ptx.store_shared_16b(address + 16, (lengths + [Int32(-1)] * 3)[1:5])
 
     @cute.jit
-    def copy_page(self, arguments, maps, shared, stage, page, layer, policy):
-        """By one thread."""
+    def copy_pages(self, maps, shared, stage, pages, count, layer, policy):
+        """The first `count` of `pages` into the stages from `stage` on; nothing where it is -1.
+
+        In one piece: with 60 instructions between two copies the issuer bounded mxfp4."""
         bar = shared["bars"] + 8 * stage
-        if page >= 0:
-            ptx.mbarrier_expect(bar, self.page_bytes)
-            target = shared["pages"] + stage * self.stage_bytes
-            ptx.tensor_copy_4d(target, maps[0], (page, layer), bar, policy)
-        else:
-            ptx.mbarrier_arrive(bar)
+        target = shared["pages"] + stage * self.stage_bytes
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(len(pages)):
+                if i < count:
+                    if pages[i] >= 0:
+                        ptx.mbarrier_expect(bar + 8 * i, self.page_bytes)
+                        place = target + i * self.stage_bytes
+                        ptx.tensor_copy_4d(place, maps[0], (pages[i], layer), bar + 8 * i, policy)
+                    else:
+                        ptx.mbarrier_arrive(bar + 8 * i)
 
     @cute.jit
     def copy_query(self, arguments, maps, shared, slot, row, count, lane):
@@ -448,16 +466,17 @@ class Paged:
             lengths = [length]
             if cutlass.const_expr(self.rows > 1):
                 lengths += ptx.load_shared_i32x4(address + 16)[: self.rows - 1]
-            empty = shared["empty"] + 8 * stage
+            if (tag >> 2) != current:
+                # Also where the page is none: a query that nobody waits for may still be on its way
+                # when its stage is used again, and a barrier that one phase arrives at twice traps.
+                current = tag >> 2
+                slot = self.query_stage(current)
+                lap = divide(current, self.stages)
+                ptx.mbarrier_wait(shared["bars_query"] + 8 * slot, lap & 1)
+                queries = shared["queries"] + slot * self.query_bytes
+                weights = shared["weights"] + slot * (self.columns * 4)
             state = tag & 3
             if state == PRESENT:
-                if (tag >> 2) != current:
-                    current = tag >> 2
-                    slot = self.query_stage(current)
-                    lap = divide(current, self.stages)
-                    ptx.mbarrier_wait(shared["bars_query"] + 8 * slot, lap & 1)
-                    queries = shared["queries"] + slot * self.query_bytes
-                    weights = shared["weights"] + slot * (self.columns * 4)
                 operands = queries, weights
                 self.score_page(
                     arguments, policy, shared, stage, operands, row, column, lengths, warp, lane
@@ -465,7 +484,7 @@ class Paged:
             else:
                 cute.arch.sync_warp()
                 if lane == 0:
-                    ptx.mbarrier_arrive(empty)
+                    ptx.mbarrier_arrive(shared["empty"] + 8 * stage)
                 if state == ABSENT:
                     for tile in cutlass.range_constexpr(self.tiles):
                         nothing = [Float32(NEGATIVE_INFINITY)] * self.rows
@@ -605,6 +624,13 @@ class Paged:
                 position = first + i
                 if (position >= end) & (position < limit):
                     ptx.store_global_16b(target + Int64(position) * 4, (word,) * 4)
+
+
+def lengths_exceed(lengths, limit):
+    longest = lengths[0]
+    for length in lengths[1:]:
+        longest = cutlass.max(longest, length)
+    return longest > limit
 
 
 @dsl_user_op

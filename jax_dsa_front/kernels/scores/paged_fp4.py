@@ -18,7 +18,7 @@ from cutlass import Int32, Int64, Uint32
 
 from .. import arithmetic, ptx
 from .arguments import FLAG_WEIGHTS_BF16, HEAD_DIM, ScoresArguments, select
-from .paged import STATIC, THREADS, Paged, power_of_two
+from .paged import THREADS, Paged, map_address, power_of_two
 
 CODE_BYTES = HEAD_DIM // 2  # of a key or head
 SIGNS, MAGNITUDES = 0x80008000, 0x01C001C0
@@ -28,7 +28,7 @@ EXPONENT_STEP = 0x00800080  # 1 in both exponents of a bf16 pair
 
 class PagedFp4(Paged):
     most_stages = 16
-    pages_before_query = STATIC  # widening the query takes the issuer a thousand clocks
+    query_comes_first = False  # widening it takes the issuer a thousand clocks
 
     def sizes(self):
         page_bytes = self.page_size * (CODE_BYTES + 4)
@@ -36,26 +36,15 @@ class PagedFp4(Paged):
 
     @cute.jit
     def __call__(self, arguments: ScoresArguments, stream):
+        (keys,) = self.tensor_maps(arguments, 1)
         # No launch happens here: the handler sets the grid.
-        self.kernel(arguments).launch(
+        self.kernel(keys, arguments).launch(
             grid=(1, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1
         )
 
     @cute.kernel
-    def kernel(self, arguments: ScoresArguments):
-        self.run(arguments, [])
-
-    @cute.jit
-    def copy_page(self, arguments, maps, shared, stage, page, layer, policy):
-        bar = shared["bars"] + 8 * stage
-        if page >= 0:
-            ptx.mbarrier_expect(bar, self.page_bytes)
-            index = Int64(layer) * arguments.pages + page
-            source = arguments.cache + index * self.page_bytes
-            target = shared["pages"] + stage * self.stage_bytes
-            ptx.bulk_copy(target, source, self.page_bytes, bar, policy)
-        else:
-            ptx.mbarrier_arrive(bar)
+    def kernel(self, keys: cute.CopyAtom, arguments: ScoresArguments):
+        self.run(arguments, [map_address(keys)])
 
     @cute.jit
     def copy_query(self, arguments, maps, shared, slot, row, count, lane):
