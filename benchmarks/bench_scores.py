@@ -1,5 +1,5 @@
-"""The scorer's tables of docs/performance.md: `python -P benchmarks/bench_scores.py`, and `--peer DIR`,
-on a GPU machine with torch, the installed package and its extra cuda13 (or cuda12).
+"""The scorer's tables of docs/performance.md: `python -P benchmarks/bench_scores.py [OPTIONS]` on a
+GPU machine with torch, the installed package and its extra cuda13 (or cuda12).
 
 CUDA graphs of bare launches over page sets of 260 MB in all (L2 is cold), pages in random order,
 tables tight. Per cell the replays of the read floor, of the kernel and of DeepGEMM alternate in

@@ -29,6 +29,7 @@ import ml_dtypes
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent))
 from bare import FORMAT_FLAGS, FrontParams, launch_front
 
 from bare_device import Device, Launches

@@ -23,6 +23,7 @@ import ml_dtypes
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parent))
 from bare import (
     SCORES_FILL,
     SCORES_LENGTHS_64,
