@@ -67,7 +67,7 @@ def index_front(
 
     Arithmetic is fp32 where no rounding is written. For "mxfp4" query and key have one scale per 32
     columns, `2**(e-127) = pow2_ceil(max(amax, 6*2**-126) / 6)`, and weights fold none. The formats
-    are those of DeepGEMM's paged MQA-logits kernels; `index_scores` is that scorer in plain JAX.
+    are those of DeepGEMM's paged MQA-logits kernels; `index_scores` is that scorer.
 
     Axes: B rows (tokens), P packed columns, K query latent, H heads here, L layers, R bytes per
     cached token (132; mxfp4 68). Any B >= 0, K a multiple of 128.

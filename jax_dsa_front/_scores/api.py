@@ -48,8 +48,11 @@ def index_scores(
                     plain JAX. "cuda" and "jnp" are commands
 
     This is what DeepGEMM's paged MQA-logits kernels compute. In plain JAX products are exact and
-    sums fp32; scratch is bounded by 64 MB, and the time follows the longest length. Positions whose
-    block table entry is no page score -inf; keys that are not finite score NaN.
+    sums fp32; scratch is bounded by 64 MB, and the time follows the longest length of each piece of
+    work. The kernel needs no scratch; for fp8 and mxfp8 its products keep fewer bits, so that a
+    score is within 1e-3 of `key_scale * sum_h |weights| * sum_d |query * key|`. Positions whose
+    block table entry is no page score -inf; keys that are not finite score NaN. A row's scores do
+    not depend on other rows.
 
     Raises TypeError or ValueError for arguments of a wrong type, shape or range, and
     NotImplementedError under vmap, under differentiation, for operands on explicit mesh axes, and
