@@ -38,6 +38,8 @@ SHAPES = {
     "block_table": {2: "(S, N)"},
 }
 
+RANK = {"cache": 3}  # without layers
+
 
 # Rules --------------------------------------------------------------------------------------------
 
@@ -50,9 +52,10 @@ def check_format(value: Any) -> str:
 def check_cache(cache: Any, cache_format: str) -> None:
     """Dtype and extents of a cache whose rank has been checked."""
     _rules.dtype("cache", cache, "uint8")
-    rows = ", ".join(f"{name}: {size}" for name, size in ROW_BYTES.items())
-    what = f"bytes per token of cache_format={cache_format!r} ({rows})"
-    _rules.width("cache", cache, ROW_BYTES[cache_format], what)
+    if cache.shape[-1] != ROW_BYTES[cache_format]:
+        rows = ", ".join(f"{name}: {size}" for name, size in ROW_BYTES.items())
+        what = f"bytes per token of cache_format={cache_format!r} ({rows})"
+        _rules.width("cache", cache, ROW_BYTES[cache_format], what)
     pages, page_size = cache.shape[-3:-1]
     if not (1 <= pages <= MAX_PAGES and 1 <= page_size <= MAX_PAGE_SIZE):
         raise ValueError(
@@ -122,7 +125,7 @@ def read_keys(
     check_cache(cache, cache_format)
     _rules.array("slots", slots)
     slots = check_slots(slots, cache)
-    static, operand = _rules.layer(layer, {"cache": cache}, SHAPES)
+    static, operand = _rules.layer(layer, {"cache": cache}, RANK, SHAPES)
     _operator.refuse_explicit_axes("read_keys", *map(jax.typeof, (cache, slots)))
     return _read_keys(cache, slots, operand if static is None else np.int32(static), cache_format)
 

@@ -3,15 +3,15 @@
 They look at shapes, dtypes and Python values only, never into a JAX array.
 """
 
+import functools
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-CONCRETE = (jax.Array, np.ndarray)  # tracers are jax.Arrays
 INTEGERS = ("int32", "int64")
 FLOATS = ("bfloat16", "float32")
 INT32_MAX = 2**31 - 1
@@ -39,40 +39,33 @@ def implementation(value: Any) -> str | None:
 
 def array(name: str, value: Any, abstract: bool = False) -> None:
     """A JAX or NumPy array whose elements JAX takes for what they are."""
-    if not _is_array(value, abstract):
+    if isinstance(value, np.ndarray):
+        _numpy_array(name, value)
+    elif isinstance(value, jax.Array):  # tracers are jax.Arrays
+        if value.dtype.itemsize == 8 and not isinstance(value, Tracer) and not _has_64_bits():
+            raise TypeError(  # JAX would cut the values to their lower halves
+                f"{name} must have a dtype that JAX has in its present mode, got an array of "
+                f"{value.dtype.name} that was made while jax_enable_x64 was on: call under "
+                "jax.enable_x64() as well, or narrow it there"
+            )
+    elif not (abstract and isinstance(value, jax.ShapeDtypeStruct)):
         got = type(value).__name__
         if isinstance(value, jax.Ref):
             got = "a reference: pass what it holds, ref[...]"
         raise TypeError(f"{name} must be a JAX or NumPy array, got {got}")
+
+
+def _numpy_array(name: str, value: np.ndarray) -> None:
     if isinstance(value, np.ma.MaskedArray):
         raise TypeError(
             f"{name} must be an array without a mask, which JAX would drop, got a masked array: "
             "pass .filled(value), or .data"
         )
-    if isinstance(value, np.ndarray) and not value.dtype.isnative:
+    if not value.dtype.isnative:
         raise TypeError(  # JAX's fast path would take the bytes as they lie
             f"{name} must have the byte order of this machine, got dtype {value.dtype.str}: "
             'convert it with .astype(value.dtype.newbyteorder("="))'
         )
-    if _is_wider_than_jax(value):
-        raise TypeError(  # JAX would cut the values to their lower halves
-            f"{name} must have a dtype that JAX has in its present mode, got an array of "
-            f"{value.dtype.name} that was made while jax_enable_x64 was on: call under "
-            "jax.enable_x64() as well, or narrow it there"
-        )
-
-
-def _is_array(value: Any, abstract: bool) -> TypeGuard[Any]:
-    return isinstance(value, (*CONCRETE, jax.ShapeDtypeStruct) if abstract else CONCRETE)
-
-
-def _is_wider_than_jax(value: Any) -> bool:
-    return (
-        isinstance(value, jax.Array)
-        and not isinstance(value, Tracer)
-        and value.dtype.name in ("int64", "uint64", "float64")
-        and not _has_64_bits()
-    )
 
 
 def _has_64_bits() -> bool:
@@ -94,7 +87,7 @@ def arrays(
 
 
 def dtype(name: str, value: Any, *allowed: str) -> None:
-    got = value.dtype.name
+    got = _dtype_name(value.dtype)
     if got in allowed:
         return
     hint = f"convert it with .astype(jnp.{allowed[0]})"
@@ -103,6 +96,11 @@ def dtype(name: str, value: Any, *allowed: str) -> None:
     elif got == "void16" and "bfloat16" in allowed:
         hint = "NumPy has read bfloat16 without ml_dtypes: reinterpret it with .view(jnp.bfloat16)"
     raise TypeError(f"{name} must have dtype {' or '.join(allowed)}, got {got}: {hint}")
+
+
+@functools.lru_cache(maxsize=128)
+def _dtype_name(dtype: Any) -> str:
+    return dtype.name  # which NumPy puts together anew, 2 us each time
 
 
 def width(name: str, value: Any, expected: int, meaning: str) -> None:
@@ -173,7 +171,7 @@ def index(
     """An int in [0, size) as it is, or an integer scalar array as an int32 operand."""
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
         return integer(name, value, 0, size - 1, meaning), None
-    if not _is_array(value, abstract):
+    if not isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         raise TypeError(f"{name} must be an int or an integer scalar, got {type(value).__name__}")
     array(name, value, abstract)
     if not jnp.issubdtype(value.dtype, np.integer):
@@ -229,10 +227,13 @@ def stack_length(stackable: Mapping[str, Any], ranks: Mapping[str, int]) -> dict
 
 
 def layer(
-    value: Any, stackable: Mapping[str, Any], shapes: Shapes, abstract: bool = False
+    value: Any,
+    stackable: Mapping[str, Any],
+    ranks: Mapping[str, int],
+    shapes: Shapes,
+    abstract: bool = False,
 ) -> tuple[int | None, Any]:
     """`layer` as a static int or as an operand; (None, None) where nothing is stacked."""
-    ranks = {name: min(shapes[name]) for name in stackable}
     stacked = stack_length(stackable, ranks)
     if not stacked:
         if value is not None:

@@ -41,7 +41,6 @@ def front_arguments(
     for name in ("key_norm_weight", "key_norm_bias"):
         _rules.dtype(name, arrays[name], "float32")
     _rules.dtype("head_weights", arrays["head_weights"], *_rules.FLOATS)
-    _rules.dtype("slots", arrays["slots"], *_rules.INTEGERS)
 
     heads, latent = _heads_and_latent(arrays["wq_b"].shape)
     batch, width = arrays["projected"].shape
@@ -86,7 +85,9 @@ def front_arguments(
         ranges["head_weights"] = (weight_offset + (first_head or 0), weight_offset + columns)
     _apart(ranges)
     stackable = {name: arrays[name] for name in STACKABLE}
-    own_layer, layer_operand = _rules.layer(arguments["layer"], stackable, SHAPES, abstract)
+    own_layer, layer_operand = _rules.layer(
+        arguments["layer"], stackable, STACKABLE, SHAPES, abstract
+    )
     weight_scale = arguments["weight_scale"]
     if weight_scale is None:
         weight_scale = (num_heads * HEAD_DIM) ** -0.5
@@ -124,8 +125,10 @@ def _fits(
 
 def _apart(ranges: dict[str, tuple[int, int]]) -> None:
     """Columns of `projected` that belong to parts which nobody gave an array of their own."""
-    ordered = sorted(ranges.items(), key=lambda item: item[1])
-    for (first, (start, end)), (second, (begin, stop)) in pairwise(ordered):
+    if len(ranges) == 1:
+        return
+    ordered = sorted((span, part) for part, span in ranges.items())
+    for ((start, end), first), ((begin, stop), second) in pairwise(ordered):
         if begin < end:
             argument = second if first == "q_a" else first
             raise ValueError(

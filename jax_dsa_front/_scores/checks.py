@@ -52,8 +52,6 @@ def scores_arguments(
     _rules.dtype("weights", arrays["weights"], *_rules.FLOATS)
     _rules.width("query", query, columns, f"the packed width of a head in {cache_format}")
     _cache.check_cache(cache, cache_format)
-    for name in ("block_table", "context_lens"):
-        _rules.dtype(name, arrays[name], *_rules.INTEGERS)
     _cache.check_block_table(block_table, query.shape[0], "query")
     _rules.rows("context_lens", arrays["context_lens"], query.shape[0], "query")
     for name in ("weights", "query_scale") if four_bit else ("weights",):
@@ -72,7 +70,9 @@ def scores_arguments(
         )
     arrays["block_table"] = _rules.indices("block_table", block_table, cache.shape[-3])
     arrays["context_lens"] = _rules.lengths("context_lens", arrays["context_lens"])
-    layer, operand = _rules.layer(arguments["layer"], {"cache": cache}, SHAPES, abstract)
+    layer, operand = _rules.layer(
+        arguments["layer"], {"cache": cache}, _cache.RANK, SHAPES, abstract
+    )
     config = ScoresConfig(
         cache_format=cache_format,
         layer=layer,
