@@ -57,6 +57,7 @@ def reference_scores(
     decoded = _decode_query(query, query_scale)
     by_sequence = [x.reshape(sequences, rows, *x.shape[1:]) for x in (decoded, weights)]
     scores = jnp.full((sequences, rows, table_pages * page_size), -jnp.inf, jnp.float32)
+    scores = scores + _zero_of(operands)
 
     def of_sequences(turn: jax.Array, scores: jax.Array) -> jax.Array:
         first = _start(turn, piece.sequences, sequences)
@@ -91,6 +92,17 @@ def reference_scores(
 
     scores = lax.fori_loop(0, _turns(sequences, piece.sequences), of_sequences, scores)
     return (scores.reshape(batch, table_pages * page_size),)
+
+
+def _zero_of(operands: tuple[jax.Array, ...]) -> jax.Array:
+    """0.0, made of every operand: inside shard_map what a loop carries has to vary from the start
+    over the mesh axes over which its results vary."""
+    zero = jnp.int32(0)
+    for operand in operands:
+        if 0 not in operand.shape:
+            first = operand[(0,) * operand.ndim]
+            zero = zero + (first != first).astype(jnp.int32) * 0
+    return zero.astype(jnp.float32)
 
 
 def _piece(
