@@ -5,6 +5,7 @@ symbols are not found, an image that is no ELF file and more shared memory than 
 refused. Nothing can be launched, but for what `entry_points` has addresses of.
 """
 
+import ctypes
 import enum
 import sys
 import types
@@ -114,3 +115,44 @@ class FakeDriver:
 
     def cuGetProcAddress(self, name, version, flags):  # noqa: N802
         return CUresult.CUDA_SUCCESS, self.entry_points.get(name, 0), 0
+
+
+class RecordedLaunches:
+    """Installs a driver whose launches do nothing but be remembered.
+
+    `launched` holds (handle of the kernel, number of tensor maps in front of its parameters);
+    `orders` the parameters' offsets from the first one, in the order of the launch. Set
+    `parameters` to the structure that is launched with.
+    """
+
+    def __init__(self, **driver):
+        self.launched, self.orders, self.parameters = [], set(), None
+        integers, pointers = [ctypes.c_int] * 2, [ctypes.c_void_p] * 5
+        launch = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+        encode = ctypes.CFUNCTYPE(
+            ctypes.c_int, ctypes.c_void_p, *integers, *pointers, *integers, *integers
+        )
+        self.functions = {  # kept: the handler remembers their addresses
+            b"cuLaunchKernelEx": launch(self.remember),
+            b"cuTensorMapEncodeTiled": encode(lambda *_: 0),
+        }
+        addresses = {n: ctypes.cast(f, ctypes.c_void_p).value for n, f in self.functions.items()}
+        FakeDriver(entry_points=addresses, **driver).install()
+
+    def remember(self, config, handle, arguments, extra):
+        addresses, start = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p)), 0
+        while addresses[start] != ctypes.addressof(self.parameters):
+            start += 1
+        self.launched.append((handle, start))
+        count = len(self.parameters._fields_)
+        offsets = (addresses[start + i] - addresses[start] for i in range(count))
+        self.orders.add(tuple(offsets))
+        return 0
+
+    def fields(self):
+        """[(name, bytes)] of the parameters, whose order is that of every launch so far."""
+        fields = [
+            (name, getattr(type(self.parameters), name)) for name, _ in self.parameters._fields_
+        ]
+        assert self.orders == {tuple(field.offset for _, field in fields)}, self.orders
+        return [(name, field.size) for name, field in fields]

@@ -9,41 +9,22 @@ import pytest
 from processes import TESTS, run_python
 
 KERNELS_OF_A_CALL = """
-import ctypes, json, sys
-from fake_driver import FakeDriver
+import json, sys
+from fake_driver import RecordedLaunches
 from jax_dsa_front._runtime import loader
 benchmarks, per_wave, calls = sys.argv[1:]
 sys.path.insert(0, benchmarks)
 from bare import FrontParams, launch_front
-launched, orders = [], set()  # handles, offsets of the parameters
-@ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
-def launch(config, handle, arguments, extra):
-    launched.append(handle)
-    addresses, start = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p)), 0
-    while addresses[start] != ctypes.addressof(parameters):  # a tensor map
-        start += 1
-    count = len(FrontParams._fields_)
-    orders.add(tuple(addresses[start + i] - addresses[start] for i in range(count)))
-    return 0
-integers, pointers = [ctypes.c_int] * 2, [ctypes.c_void_p] * 5
-@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *integers, *pointers, *integers, *integers)
-def encode(*_):
-    return 0
-functions = {b"cuLaunchKernelEx": launch, b"cuTensorMapEncodeTiled": encode}
-addresses = {name: ctypes.cast(f, ctypes.c_void_p).value for name, f in functions.items()}
-FakeDriver(clusters_per_wave=int(per_wave), entry_points=addresses).install()
+recorded = RecordedLaunches(clusters_per_wave=int(per_wave))
 def kernels_of(k, batch, heads):
-    global parameters
-    launched.clear()
-    parameters = FrontParams(batch=batch)
-    launch_front(k, parameters, heads, heads * 128, 0)
+    recorded.launched.clear()
+    recorded.parameters = FrontParams(batch=batch)
+    launch_front(k, recorded.parameters, heads, heads * 128, 0)
     names = {1 + library: name for name, library in loader._libraries.items()}
-    return [names[handle].removeprefix(f"index_front_sm_90a_k{k}_") for handle in launched]
+    own = [names[handle] for handle, _ in recorded.launched]
+    return [name.removeprefix(f"index_front_sm_90a_k{k}_") for name in own]
 kernels = [kernels_of(*call) for call in json.loads(calls)]
-fields = [getattr(FrontParams, name) for name, _ in FrontParams._fields_]
-assert orders == {tuple(field.offset for field in fields)}, orders
-sizes = {name: field.size for (name, _), field in zip(FrontParams._fields_, fields)}
-print(json.dumps([kernels, sizes]))
+print(json.dumps([kernels, dict(recorded.fields())]))
 """
 
 

@@ -8,42 +8,23 @@ import re
 from processes import TESTS, run_python
 
 SCORERS_OF_A_CALL = """
-import ctypes, json, sys
-from fake_driver import FakeDriver
+import json, sys
+from fake_driver import RecordedLaunches
 from jax_dsa_front._runtime import loader
 benchmarks, calls = sys.argv[1:]
 sys.path.insert(0, benchmarks)
 from bare import ScoresParams, launch_scores
-launched, orders = [], set()  # (handle, tensor maps in front), offsets of the parameters
-@ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
-def launch(config, handle, arguments, extra):
-    addresses, start = ctypes.cast(arguments, ctypes.POINTER(ctypes.c_void_p)), 0
-    while addresses[start] != ctypes.addressof(parameters):
-        start += 1
-    launched.append((handle, start))
-    count = len(ScoresParams._fields_)
-    orders.add(tuple(addresses[start + i] - addresses[start] for i in range(count)))
-    return 0
-integers, pointers = [ctypes.c_int] * 2, [ctypes.c_void_p] * 5
-@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *integers, *pointers, *integers, *integers)
-def encode(*_):
-    return 0
-functions = {b"cuLaunchKernelEx": launch, b"cuTensorMapEncodeTiled": encode}
-addresses = {name: ctypes.cast(f, ctypes.c_void_p).value for name, f in functions.items()}
-FakeDriver(entry_points=addresses).install()
+recorded = RecordedLaunches()
 def scorer_of(fmt, heads, page_size, rows):
-    global parameters
-    launched.clear()
-    parameters = ScoresParams(batch=3 * rows, rows_per_sequence=rows, table_width=4, pages=9)
-    launch_scores(parameters, heads, page_size, fmt, 0)
-    ((handle, maps),) = launched
+    recorded.launched.clear()
+    recorded.parameters = ScoresParams(
+        batch=3 * rows, rows_per_sequence=rows, table_width=4, pages=9
+    )
+    launch_scores(recorded.parameters, heads, page_size, fmt, 0)
+    ((handle, maps),) = recorded.launched
     names = {1 + library: name for name, library in loader._libraries.items()}
     return [names[handle].removeprefix("index_scores_sm_90a_"), maps]
-scorers = [scorer_of(*call) for call in json.loads(calls)]
-fields = [getattr(ScoresParams, name) for name, _ in ScoresParams._fields_]
-assert orders == {tuple(field.offset for field in fields)}, orders
-print(json.dumps([scorers, [[name, field.size] for (name, _), field in
-                            zip(ScoresParams._fields_, fields)]]))
+print(json.dumps([[scorer_of(*call) for call in json.loads(calls)], recorded.fields()]))
 """
 
 
