@@ -36,7 +36,7 @@ const Kernel* FindRowNorm(const KernelSet& set) {
 }
 
 // wq_b as bf16 [rows, k] in boxes of 64 columns and 128 rows.  Rows 16 c + 2 i + h are addressed as (i, h, c), so that
-// row 2 i + h of a group of 16 lands in row 8 h + i: kernels/split_k.py says why.
+// row 2 i + h of a group of 16 lands in row 8 h + i: kernels/front/split_k.py says why.
 CUresult EncodeWeights(const Driver& driver, const FrontParams& params, int32_t k, int64_t rows, CUtensorMap* map) {
   const cuuint64_t row_bytes = cuuint64_t(k) * 2;
   const cuuint64_t extents[4] = {cuuint64_t(k), 8, 2, cuuint64_t(rows / 16)};

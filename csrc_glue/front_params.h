@@ -1,4 +1,4 @@
-// The kernels' parameters, in the order of FrontArguments in jax_dsa_front/kernels/common.py.
+// The kernels' parameters, in the order of FrontArguments in jax_dsa_front/kernels/front/arguments.py.
 #ifndef JAX_DSA_FRONT_FRONT_PARAMS_H_
 #define JAX_DSA_FRONT_FRONT_PARAMS_H_
 

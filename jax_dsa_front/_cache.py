@@ -90,8 +90,8 @@ def empty_cache(
     """A cache of zeros: uint8 `[pages, page_size, R]`, with a leading axis if `layers` is given.
 
     R is 132 bytes per token for "fp8" and "mxfp8", 68 for "mxfp4" (`ROW_BYTES`). Zero bytes decode
-    to zero keys. `sharding` places it, as in `jax.numpy.zeros(..., device=sharding)`; no device
-    holds more than its own part meanwhile.
+    to zero keys. `sharding` places it, as in `jax.numpy.zeros(..., device=sharding)`, which inside
+    jit has no effect; no device holds more than its own part meanwhile.
     Raises TypeError or ValueError if the format is unknown or a size is not an int in its range:
     `pages` below 2**31 - 1, `page_size` up to 2**25, all from 1.
     """
@@ -101,6 +101,11 @@ def empty_cache(
     ]
     if layers is not None:
         shape.insert(0, _rules.integer("layers", layers, 1))
+        _rules.integer("page_size", page_size, 2, None, "in a stack of layers")
+    if sharding is not None and not isinstance(sharding, jax.sharding.Sharding):
+        raise TypeError(
+            f"sharding must be a jax.sharding.Sharding or None, got {type(sharding).__name__}"
+        )
     return jnp.zeros([*shape, ROW_BYTES[check_format(cache_format)]], jnp.uint8, device=sharding)
 
 
@@ -152,15 +157,21 @@ def slots_of(block_table: jax.Array, positions: jax.Array, page_size: int) -> ja
     if not positions.shape:
         raise ValueError(f"positions must have shape (B, ...), got {positions.shape}")
     page_size = _rules.integer("page_size", page_size, 1, MAX_PAGE_SIZE)
-    check_block_table(block_table, positions.shape[0], "positions")
+    check_block_table(block_table, page_size, positions.shape[0], "positions")
     block_table = _rules.indices("block_table", block_table, MAX_PAGES)
     positions = _rules.indices("positions", positions, block_table.shape[1] * page_size)
     _operator.refuse_explicit_axes("slots_of", *map(jax.typeof, (block_table, positions)))
     return _slots_of(block_table, positions, page_size)
 
 
-def check_block_table(block_table: Any, rows: Any, name: str) -> None:
-    """int32 or int64 [S, N], whose S sequences share the B `rows` of `name` evenly."""
+def check_block_table(block_table: Any, page_size: int, rows: Any, name: str) -> None:
+    """[S, N], whose S sequences share the B `rows` of `name` evenly; positions are int32."""
+    length = block_table.shape[1] * page_size
+    if isinstance(length, int) and length > _rules.INT32_MAX:
+        raise ValueError(
+            f"block_table must have at most {_rules.INT32_MAX} positions in a row, N * page_size, "
+            f"got {block_table.shape[1]} * {page_size}"
+        )
     sequences = block_table.shape[0]
     if rows != sequences and (sequences == 0 or rows % sequences != 0):
         raise ValueError(
@@ -214,7 +225,7 @@ def join_bytes(quads: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="page_size")
 def _slots_of(block_table: jax.Array, positions: jax.Array, page_size: int) -> jax.Array:
-    if block_table.shape[1] == 0:
+    if 0 in (*block_table.shape, *positions.shape):
         return jnp.full(positions.shape, -1, jnp.int32)
     inside = (positions >= 0) & (positions < block_table.shape[1] * page_size)
     place = jnp.where(inside, positions, 0).astype(jnp.int32)
@@ -231,7 +242,7 @@ def _slots_of(block_table: jax.Array, positions: jax.Array, page_size: int) -> j
 def _read_keys(
     cache: jax.Array, slots: jax.Array, layer: jax.Array | None, cache_format: str
 ) -> jax.Array:
-    index, valid = _word_index(cache, slots, clamp_layer(layer, cache.shape[0]))
+    index, valid = _word_index(cache, slots, clamp(layer, cache.shape[0]))
     dimensions = lax.GatherDimensionNumbers(
         offset_dims=(slots.ndim + 1,),
         collapsed_slice_dims=tuple(range(cache.ndim - 1)),
@@ -276,7 +287,7 @@ def stacked_index(cache: jax.Array, layer: jax.Array | int, *coordinates: jax.Ar
     return jnp.stack(coordinates, axis=-1)
 
 
-def clamp_layer(layer: jax.Array | int | None, layers: int) -> jax.Array | int:
+def clamp(layer: jax.Array | int | None, layers: int) -> jax.Array | int:
     """The layer in [0, layers - 1]; an int has been checked."""
     if layer is None or isinstance(layer, int):
         return layer or 0

@@ -82,7 +82,7 @@ class Operator:
         primitive = Primitive(name)
         primitive.multiple_results = True
         primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
-        primitive.def_abstract_eval(lambda *avals, config: list(self._result_avals(config, avals)))
+        primitive.def_abstract_eval(self._abstract_eval)
         mlir.register_lowering(primitive, self._lower_elsewhere)
         mlir.register_lowering(primitive, self._lower_for_cuda, platform="cuda")
         ad.primitive_jvps[primitive] = self._not_differentiable
@@ -167,7 +167,11 @@ class Operator:
 
     # What the primitive becomes --------------------------------------------------------------
 
-    def _results(self, config: Any, avals: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _abstract_eval(self, *avals: Any, config: Any) -> list[Any]:
+        # What the jnp form's results are depends on the mesh around the call, too
+        return list(self._result_avals(config, avals, jax.sharding.get_abstract_mesh()))
+
+    def _results(self, config: Any, avals: tuple[Any, ...], _: Any) -> tuple[Any, ...]:
         """Shapes, dtypes and mesh axes of the results: whatever the jnp form has for such
         operands."""
         refuse_explicit_axes(self.name, *avals)
@@ -284,6 +288,8 @@ def explain(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
         raise TypeError(f"explain takes the arguments of {own.name}: {error}") from None
     bound.apply_defaults()
     config, operands = checks(bound.arguments, abstract=True)
+    concrete = [x for x in operands if not isinstance(x, jax.ShapeDtypeStruct)]
+    refuse_explicit_axes(own.name, *map(jax.typeof, concrete))
     if library.local_cuda_architectures():
         return own.choose_on_cuda(config, operands)
     return own.choose_elsewhere(config, jax.default_backend())

@@ -90,12 +90,16 @@ def dtype(name: str, value: Any, *allowed: str) -> None:
     got = _dtype_name(value.dtype)
     if got in allowed:
         return
-    hint = f"convert it with .astype(jnp.{allowed[0]})"
+    hint = f": convert it with .astype(jnp.{allowed[0]})"
     if allowed[0] in ("float8_e4m3fn", "uint8", "uint32"):  # codes: a conversion would change them
-        hint = "these are codes: pass them as they came, or reinterpret their bytes with .view"
+        hint = ": these are codes: pass them as they came, or reinterpret their bytes with .view"
     elif got == "void16" and "bfloat16" in allowed:
-        hint = "NumPy has read bfloat16 without ml_dtypes: reinterpret it with .view(jnp.bfloat16)"
-    raise TypeError(f"{name} must have dtype {' or '.join(allowed)}, got {got}: {hint}")
+        hint = ": NumPy read bfloat16 without ml_dtypes: reinterpret it with .view(jnp.bfloat16)"
+    elif got.startswith("float8") or got.startswith("float4"):
+        hint = ": quantised values mean nothing without their scales: multiply by these first"
+    elif value.dtype.kind not in "iuf" and got != "bfloat16":
+        hint = ""  # no conversion of a bool or of a key of random numbers is meant
+    raise TypeError(f"{name} must have dtype {' or '.join(allowed)}, got {got}{hint}")
 
 
 @functools.lru_cache(maxsize=128)

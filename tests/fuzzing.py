@@ -20,7 +20,6 @@ KERNEL = dict(
     batches=(1, 2, 5, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 97, 128, 130, 192, 257, 300),
     align=8,
 )
-INT32, INT64 = np.iinfo(np.int32), np.iinfo(np.int64)
 
 
 def random_cases(count, seed, *, widths, heads, batches, page_sizes=None, align=1):

@@ -142,12 +142,12 @@ def test_slots_of(shape, page_size, dtype, x64):
         assert_equal(inside_jit, want, "slots under jit")
 
 
-def test_slots_of_an_empty_table():
-    assert_equal(
-        dsa.slots_of(jnp.zeros((2, 0), int), jnp.zeros(4, int), 64),
-        np.full(4, -1, np.int32),
-        "slots",
-    )
+def test_slots_of_nothing():
+    slots = dsa.slots_of(jnp.zeros((2, 0), int), jnp.zeros(4, int), 64)
+    assert_equal(slots, np.full(4, -1, np.int32), "slots in a table without pages")
+    for sequences, shape in ((0, (0,)), (3, (0,)), (2, (4, 0))):
+        slots = dsa.slots_of(jnp.zeros((sequences, 2), int), jnp.zeros(shape, int), 64)
+        assert_equal(slots, np.zeros(shape, np.int32), "no slots")
 
 
 @pytest.mark.parametrize(
@@ -168,9 +168,14 @@ def test_slots_of_an_empty_table():
             "block_table .*int64, got float64",
         ),
         (dict(page_size=0), ValueError, "page_size .*got 0"),
+        (
+            dict(page_size=2**25, block_table=np.zeros((2, 64), int)),
+            ValueError,
+            r"block_table .*2147483647 positions.*got 64 \* 33554432",
+        ),
         (dict(page_size=64.0), TypeError, "page_size .*int.*got float"),
     ],
-    ids=["batch", "scalar", "rank", "dtype", "table", "table-dtype", "page", "float"],
+    ids=["batch", "scalar", "rank", "dtype", "table", "table-dtype", "page", "length", "float"],
 )
 def test_slots_of_refuses(arguments, exception, pattern):
     good = dict(block_table=np.zeros((2, 4), int), positions=np.zeros(4, int), page_size=64)
@@ -197,3 +202,37 @@ def test_results_are_what_deepgemm_and_vllm_take():
         assert_equal(codes.astype(np.float32) * scale, key, f"key of slot {slot}")
     table = jnp.arange(pages, dtype=jnp.int32)[None]
     assert dsa.slots_of(table, jnp.arange(3)[None], page_size).dtype == jnp.int32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exception", "pattern"),
+    [
+        (dict(pages=0), ValueError, "pages .*1.*got 0"),
+        (dict(pages=2.0), TypeError, "pages .*int.*got float"),
+        (dict(pages=2, page_size=0), ValueError, "page_size .*1.*got 0"),
+        (dict(pages=2, page_size=2**25 + 1), ValueError, "page_size .*33554432, got 33554433"),
+        (dict(pages=2**31 - 1), ValueError, "pages .*2147483646, got 2147483647"),
+        (
+            dict(pages=2, layers=2, page_size=1),
+            ValueError,
+            "page_size .*2 .*of layers.*got 1",
+        ),
+        (dict(pages=2, sharding="x"), TypeError, "sharding .*Sharding or None, got str"),
+        (dict(pages=2, layers=0), ValueError, "layers .*1.*got 0"),
+        (dict(pages=2, cache_format="fp16"), ValueError, "cache_format .*got 'fp16'"),
+    ],
+    ids=[
+        "no-pages",
+        "float",
+        "no-tokens",
+        "tokens",
+        "pages",
+        "one-token",
+        "sharding",
+        "no-layers",
+        "format",
+    ],
+)
+def test_empty_cache_refuses(arguments, exception, pattern):
+    with pytest.raises(exception, match=pattern):
+        dsa.empty_cache(**{"cache_format": "fp8"} | arguments)

@@ -11,6 +11,7 @@ import jax_dsa_front as dsa
 import small
 from compare import assert_equal
 from filled_caches import filled
+from processes import run_python
 
 K, B = 256, small.BATCH
 
@@ -167,6 +168,11 @@ def test_operands_on_explicit_mesh_axes_are_refused(make, name):
 
     with pytest.raises(NotImplementedError, match=rf"^{function} does not part.*@x.*jax.shard_map"):
         call(make, name, split)
+    if make is scores_call:
+        operator, arrays, static = make()
+        arrays[name] = split(arrays[name])
+        with pytest.raises(NotImplementedError, match=rf"^{function} does not part.*@x"):
+            dsa.explain(operator, **arrays, **static)
 
 
 @pytest.mark.parametrize("make", CALLS)
@@ -179,3 +185,31 @@ def test_under_jit_int64_numpy_is_int32(make):
         np.testing.assert_allclose(
             np.asarray(left, np.float32), np.asarray(right, np.float32), rtol=1e-5, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("make", CALLS)
+def test_jax_may_be_strict_about_ranks(make):
+    with jax.numpy_rank_promotion("raise"):
+        jax.clear_caches()
+        jax.block_until_ready(call(make))
+
+
+MESHES = """
+import sys
+import jax, jax.numpy as jnp
+import test_rules
+from jax.sharding import AxisType
+make = next(m for m in test_rules.CALLS if m.__name__ == sys.argv[1])
+mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+with jax.set_mesh(mesh):
+    test_rules.call(make)
+jax.block_until_ready(test_rules.call(make))
+print("both")
+"""
+
+
+@pytest.mark.parametrize("make", CALLS)
+def test_a_call_inside_a_mesh_leaves_those_outside_alone(make, tmp_path):
+    """The same call of the same operands, first inside an explicit mesh of two devices."""
+    environment = dict(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    assert run_python(MESHES, make.__name__, cwd=tmp_path, **environment) == "both\n"

@@ -168,13 +168,10 @@ def _kernels() -> str:
     if not variants.MANIFEST.exists():
         return "none: the package was not built (its cubins are missing)"
     manifest = variants.manifest()
-    kept: dict[str, set[int]] = {}  # by operator, architecture and what the kernels differ in
-    for kernel in manifest["kernels"]:
-        name, value = ("K", kernel["k"]) if "k" in kernel else ("H", kernel["heads"])
-        kept.setdefault(f"{kernel['operator']} {kernel['arch']} {name}", set()).add(value)
-    each = (f"{what} = {', '.join(map(str, sorted(values)))}" for what, values in kept.items())
+    kept = Counter(f"{kernel['operator']} {kernel['arch']}" for kernel in manifest["kernels"])
+    each = (f"{number} of {name}" for name, number in kept.items())
     count = len(manifest["kernels"])
-    return f"{count} cubins: {'; '.join(each)}; built with CuTe DSL {manifest['cutlass_dsl']}"
+    return f"{count} cubins: {', '.join(each)}, built with CuTe DSL {manifest['cutlass_dsl']}"
 
 
 def _registration() -> str:

@@ -173,7 +173,7 @@ def reference_front(
     head_start = scalars.pop(0) if config.has_head_start_operand else config.head_start or 0
     stacked = zip(operands[1:6], STACKABLE.values(), strict=True)
     layers = max(x.shape[0] if x.ndim > rank else 1 for x, rank in stacked)
-    own_layer = _clamp(layer, layers)
+    own_layer = _cache.clamp(layer, layers)
 
     def of_layer(operand: jax.Array, rank: int) -> jax.Array:
         return operand if operand.ndim == rank else _slice_of(operand, own_layer)
@@ -194,7 +194,7 @@ def reference_front(
     )
     values = round_bf16(values).reshape(values.shape[0], heads, HEAD_DIM)
 
-    first = config.weight_offset + _clamp(head_start, config.num_heads - heads + 1)
+    first = config.weight_offset + _cache.clamp(head_start, config.num_heads - heads + 1)
     own_weights = widen(lax.dynamic_slice_in_dim(head_weights, first, heads, axis=1))
 
     own_key = lax.slice_in_dim(key, config.key_offset, config.key_offset + HEAD_DIM, axis=1)
@@ -240,8 +240,3 @@ def _isolated_slice_of(stack: jax.Array, layer: jax.Array | int) -> jax.Array:
 
 def _as_row(vector: jax.Array) -> jax.Array:
     return widen(vector)[None, :]
-
-
-def _clamp(index: jax.Array | int, size: int) -> jax.Array | int:
-    """The index in [0, size - 1]; an int has been checked."""
-    return index if isinstance(index, int) else jnp.clip(index, 0, size - 1)

@@ -28,8 +28,7 @@ def index_scores(
         mxfp4:       score[b, n] = sum_h relu(query[b, h] . key[n]) * weights[b, h]
 
     with B rows, H heads and `max_len = N * page_size`; for mxfp4 both scales are inside the dot.
-    The first four arguments are those of `index_front`'s result: `front.query`,
-    `front.query_scale`, `front.weights`, `front.cache`.
+    The first four arguments are `index_front`'s result: `index_scores(*front, block_table, ...)`.
 
     query           float8_e4m3fn [B, H, 128], for mxfp4 uint8 [B, H, 64]
     query_scale     uint32 [B, H] for mxfp4, else None

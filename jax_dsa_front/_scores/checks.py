@@ -13,7 +13,6 @@ SHAPES = {  # by rank
     "context_lens": {1: "(B,)"},
     "query_scale": {2: "(B, H)"},
 }
-MAX_LENGTH = 2**31 - 1  # positions are int32
 
 
 def scores_arguments(
@@ -27,7 +26,7 @@ def scores_arguments(
     if isinstance(arguments["query"], tuple):
         raise TypeError(
             "query must be an array, got the result of index_front whole: pass front.query, "
-            "front.query_scale, front.weights, front.cache"
+            "front.query_scale, front.weights, front.cache, which are *front"
         )
     cache_format = _cache.check_format(arguments["cache_format"])
     arrays = {name: arguments[name] for name in ARRAYS}
@@ -52,7 +51,7 @@ def scores_arguments(
     _rules.dtype("weights", arrays["weights"], *_rules.FLOATS)
     _rules.width("query", query, columns, f"the packed width of a head in {cache_format}")
     _cache.check_cache(cache, cache_format)
-    _cache.check_block_table(block_table, query.shape[0], "query")
+    _cache.check_block_table(block_table, cache.shape[-2], query.shape[0], "query")
     _rules.rows("context_lens", arrays["context_lens"], query.shape[0], "query")
     for name in ("weights", "query_scale") if four_bit else ("weights",):
         if arrays[name].shape != query.shape[:2]:
@@ -62,12 +61,6 @@ def scores_arguments(
             )
     if four_bit:
         _rules.dtype("query_scale", query_scale, "uint32")
-    length = block_table.shape[1] * cache.shape[-2]
-    if isinstance(length, int) and length > MAX_LENGTH:
-        raise ValueError(
-            f"block_table must have at most {MAX_LENGTH} positions in a row, N * page_size, "
-            f"got {block_table.shape[1]} * {cache.shape[-2]}"
-        )
     arrays["block_table"] = _rules.indices("block_table", block_table, cache.shape[-3])
     arrays["context_lens"] = _rules.lengths("context_lens", arrays["context_lens"])
     layer, operand = _rules.layer(

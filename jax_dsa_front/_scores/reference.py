@@ -46,7 +46,7 @@ def reference_scores(
     sequences, table_pages = block_table.shape
     if batch == 0 or table_pages == 0:
         return (jnp.zeros((batch, table_pages * page_size), jnp.float32),)
-    own_layer = _cache.clamp_layer(layer, cache.shape[0])
+    own_layer = _cache.clamp(layer, cache.shape[0])
     rows = batch // sequences
     piece = _piece(sequences, rows, heads, table_pages, page_size, on_cuda)
 
@@ -82,7 +82,7 @@ def reference_scores(
                     for x in (*own, own_lengths)
                 )
                 new = _score(heads_of, weights_of, keys, key_scales)
-                inside = exists[:, None] & (position < lengths_of[..., None])
+                inside = exists[:, None] & (position[None, None] < lengths_of[..., None])
                 new = jnp.where(inside, new, -jnp.inf)
                 return lax.dynamic_update_slice(scores, new, (first, row, page * page_size))
 

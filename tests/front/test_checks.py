@@ -96,6 +96,8 @@ BAD = [
     ("wq_b by heads, beside a stack", STACKED, dict(wq_b=shape(HEADS, 128, K)), ValueError, r"stacked .*wq_b with L = 8.*one axis more than a layer"),
     ("projected with a unit axis", UNSTACKED, dict(projected=shape(BATCH, 1, K + 136)), ValueError, r"projected .*\(B, P\), got \(4, 1, 392\): fold .*into B"),
     ("dtype with a way out", UNSTACKED, dict(projected=shape(BATCH, K + 136, dtype=F32)), TypeError, r"projected .*got float32: convert it with \.astype\(jnp\.bfloat16\)"),
+    ("wq_b of a checkpoint in FP8", UNSTACKED, dict(wq_b=shape(HEADS * 128, K, dtype=jnp.float8_e4m3fn)), TypeError, r"wq_b .*got float8_e4m3fn: .*without their scales"),
+    ("slots a mask", UNSTACKED, dict(slots=shape(BATCH, dtype=bool)), TypeError, r"slots .*int32 or int64, got bool(\n|$)"),
     ("bfloat16 as np.load reads it", UNSTACKED, dict(q_norm=np.zeros(K, "V2")), TypeError, r"q_norm .*void16: .*\.view\(jnp\.bfloat16\)"),
     # Layers
     ("layer missing", STACKED, dict(layer=None), ValueError, r"layer is required .*wq_b, cache.*L = 3.*got None"),

@@ -1,4 +1,4 @@
-"""Bad arguments of `index_scores`, `read_keys` and `empty_cache`."""
+"""Bad arguments of `index_scores` and `read_keys`."""
 # ruff: noqa: E501  (one refusal a line)
 
 import jax.numpy as jnp
@@ -94,21 +94,3 @@ def test_the_bases_themselves_are_good():
     assert trace(dsa.index_scores, SCORES).shape == (4, 192)
     assert trace(dsa.index_scores, SCORES4).shape == (4, 192)
     assert trace(dsa.read_keys, READ).shape == (2, 3, 128)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "exception", "pattern"),
-    [
-        (dict(pages=0), ValueError, "pages .*1.*got 0"),
-        (dict(pages=2.0), TypeError, "pages .*int.*got float"),
-        (dict(pages=2, page_size=0), ValueError, "page_size .*1.*got 0"),
-        (dict(pages=2, page_size=2**25 + 1), ValueError, "page_size .*33554432, got 33554433"),
-        (dict(pages=2**31 - 1), ValueError, "pages .*2147483646, got 2147483647"),
-        (dict(pages=2, layers=0), ValueError, "layers .*1.*got 0"),
-        (dict(pages=2, cache_format="fp16"), ValueError, "cache_format .*got 'fp16'"),
-    ],
-    ids=["no-pages", "float", "no-tokens", "tokens", "pages", "no-layers", "format"],
-)
-def test_empty_cache(arguments, exception, pattern):
-    with pytest.raises(exception, match=pattern):
-        dsa.empty_cache(**{"cache_format": "fp8"} | arguments)

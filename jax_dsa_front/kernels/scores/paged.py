@@ -84,6 +84,7 @@ class Paged:
         # The issuer waits for so many stages at once, one a lane: item by item it took 500 clocks
         # each. They divide the first pages and all stages evenly.
         self.chunk = 4 if self.stages > 8 else 2
+        assert self.stages >= STATIC + GROUPS  # else the parities of `issue` pass their first lap
         assert self.stages % GROUPS == 0 and STATIC % self.chunk == 0 == BATCH % self.chunk
 
     def sizes(self):
