@@ -1,15 +1,31 @@
 """The public operator `index_scores`."""
 
-from typing import Literal
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 
 from jax_dsa_front._operator import explains
-from jax_dsa_front._scores.checks import scores_arguments
+from jax_dsa_front._scores.checks import FRONT_AS_QUERY, scores_arguments
 from jax_dsa_front._scores.lowering import OPERATOR
 
 
+def _says_how_to_pass_a_front(function: Callable[..., Any]) -> Any:
+    """With the whole result of `index_front` for the query, Python would only count what is
+    missing."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], tuple):
+            raise TypeError(FRONT_AS_QUERY)
+        return function(*args, **kwargs)
+
+    return call
+
+
 @explains(OPERATOR, scores_arguments)
+@_says_how_to_pass_a_front
 def index_scores(
     query: jax.Array,
     query_scale: jax.Array | None,

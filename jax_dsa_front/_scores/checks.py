@@ -13,6 +13,10 @@ SHAPES = {  # by rank
     "context_lens": {1: "(B,)"},
     "query_scale": {2: "(B, H)"},
 }
+FRONT_AS_QUERY = (
+    "query must be an array, got the result of index_front whole: pass front.query, "
+    "front.query_scale, front.weights, front.cache, which are *front"
+)
 
 
 def scores_arguments(
@@ -24,10 +28,7 @@ def scores_arguments(
     `jax.ShapeDtypeStruct`s for arrays.
     """
     if isinstance(arguments["query"], tuple):
-        raise TypeError(
-            "query must be an array, got the result of index_front whole: pass front.query, "
-            "front.query_scale, front.weights, front.cache, which are *front"
-        )
+        raise TypeError(FRONT_AS_QUERY)
     cache_format = _cache.check_format(arguments["cache_format"])
     arrays = {name: arguments[name] for name in ARRAYS}
     four_bit = cache_format == "mxfp4"

@@ -82,12 +82,17 @@ def test_read_keys(base, changes, exception, pattern):
 
 
 def test_the_whole_front_is_no_query():
+    """Also where Python would only say how many arguments are missing; *front is right."""
     front = dsa.IndexFront(*[SCORES[name] for name in ("query", "query_scale", "weights", "cache")])
     table, lens = SCORES["block_table"], SCORES["context_lens"]
-    with pytest.raises(TypeError, match=r"query .*whole: pass front\.query, front\.query_scale"):
-        dsa.index_scores(
-            front, None, SCORES["weights"], SCORES["cache"], table, lens, cache_format="fp8"
-        )
+    hint = r"query .*whole: pass front\.query, .* which are \*front$"
+    with pytest.raises(TypeError, match=hint):
+        dsa.index_scores(front, None, *front[2:], table, lens, cache_format="fp8")
+    with pytest.raises(TypeError, match=hint):
+        dsa.index_scores(front, table, lens, cache_format="fp8")
+    with pytest.raises(TypeError, match=hint):
+        dsa.index_scores(query=front, **{k: v for k, v in SCORES.items() if k != "query"})
+    assert dsa.explain(dsa.index_scores, *front, table, lens, cache_format="fp8")
 
 
 def test_the_bases_themselves_are_good():
