@@ -92,8 +92,9 @@ def empty_cache(
     R is 132 bytes per token for "fp8" and "mxfp8", 68 for "mxfp4" (`ROW_BYTES`). Zero bytes decode
     to zero keys. `sharding` places it, as in `jax.numpy.zeros(..., device=sharding)`, which inside
     jit has no effect; no device holds more than its own part meanwhile.
-    Raises TypeError or ValueError if the format is unknown or a size is not an int in its range:
-    `pages` below 2**31 - 1, `page_size` up to 2**25, all from 1.
+    Raises TypeError or ValueError if the format is unknown, `sharding` is no sharding, or a size is
+    not an int in its range: `pages` below 2**31 - 1, `page_size` up to 2**25, all from 1, and
+    `page_size` from 2 with `layers`.
     """
     shape = [
         _rules.integer("pages", pages, 1, MAX_PAGES),

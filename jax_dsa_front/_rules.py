@@ -218,7 +218,7 @@ def positive_float(name: str, value: Any) -> float:
 # Stacks of layers ---------------------------------------------------------------------------------
 
 
-def stack_length(stackable: Mapping[str, Any], ranks: Mapping[str, int]) -> dict[str, int]:
+def _stack_length(stackable: Mapping[str, Any], ranks: Mapping[str, int]) -> dict[str, int]:
     """L of each stacked operand, all equal; empty if none is. `ranks`: without the layers."""
     stacked = {k: v.shape[0] for k, v in stackable.items() if len(v.shape) > ranks[k]}
     if len(set(stacked.values())) > 1 or 0 in stacked.values():
@@ -238,7 +238,7 @@ def layer(
     abstract: bool = False,
 ) -> tuple[int | None, Any]:
     """`layer` as a static int or as an operand; (None, None) where nothing is stacked."""
-    stacked = stack_length(stackable, ranks)
+    stacked = _stack_length(stackable, ranks)
     if not stacked:
         if value is not None:
             raise ValueError(f"layer must be left out where no operand is stacked, got {value}")
